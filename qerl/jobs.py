@@ -15,7 +15,6 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
@@ -604,17 +603,15 @@ class CohortJob(Job):
 
 
 #: Settings that runs of a cohort share, beside the base, since one process with one engine serves all.
-_SHARED = ("weights", "dtype", "method", "gradient_checkpointing", "processes", "nodes", "joint_updates")
-#: And those that joint updates share.
-_SHARED_BY_PASSES = ("micro_batch_tokens", "adapter.targets", "adapter.train_norms")
+_SHARED = ("weights", "dtype", "method", "gradient_checkpointing", "processes", "nodes")
 
 
 def refused_engine(jobs: Sequence[TrainJob]) -> str | None:
     """A sentence that says why one engine can't serve these runs, by their settings; None if it can."""
     first = jobs[0]
     for job in jobs:
-        for key in (*_SHARED, *(_SHARED_BY_PASSES if first.settings.joint_updates else ())):
-            if attrgetter(key)(job.settings) != attrgetter(key)(first.settings):
+        for key in _SHARED:
+            if getattr(job.settings, key) != getattr(first.settings, key):
                 return f"{first.id} and {job.id} differ in {key}, and runs side by side share it"
         if job.settings.rollout.native != first.settings.rollout.native:
             return f"{first.id} and {job.id} differ in rollout.native, and runs side by side share it"

@@ -99,9 +99,16 @@ CASES = {
 }
 
 
+#: `qerl train` of seeds 0 to 3 of 7B, 4 x 8 completions of up to 512 tokens each: folder, title, GPUs. Seed s is on GPU
+#: s % GPUs, beside the others of that GPU.
+SEEDS = (("four-seeds-1", "four seeds of 7B NVFP4 r16 side by side", 1), ("four-seeds-2", "the same seeds", 2))
+
+
 def table(folder: Path = RESULTS) -> str:
     """The table of all cases, by the files that `folder` has of them."""
     rows = [_cells(name, case, folder) for name, case in CASES.items()]
+    if all((folder / name).is_dir() for name, *_ in SEEDS):
+        rows += _rows_of_seeds(folder)
     return "\n".join("| " + " | ".join(row) + " |" for row in [_HEAD, ["---"] * len(_HEAD), *rows])
 
 
@@ -139,6 +146,27 @@ def _speed_up(case: Case, timed: list[StepMetrics], folder: Path) -> str:
         return ""
     alone, work, _ = case.compared
     return f"{work * _seconds(list(_timed(folder / alone))) / _seconds(timed):.2f}"
+
+
+def _rows_of_seeds(folder: Path) -> Iterator[tuple[str, ...]]:
+    """A step of all seeds: on the GPU that takes longest, the common rollout and the update of each of its seeds."""
+    steps = []
+    for name, title, gpus in SEEDS:
+        seeds = [list(_timed(folder / name / f"seed{seed}")) for seed in range(4)]
+        rollouts = [median(row.rollout_seconds for row in rows) for rows in seeds]
+        updates = [median(row.update_seconds for row in rows) for rows in seeds]
+        steps.append(max(rollouts[gpu] + sum(updates[gpu::gpus]) for gpu in range(gpus)))
+        results = [read(RunResult, folder / name / f"seed{seed}" / RUN).summary for seed in range(4)]
+        peak = max(one.peak_memory_bytes or 0 for one in results if one) / 1e9
+        yield (
+            title,
+            str(gpus),
+            f"{steps[-1]:.2f}",
+            f"{steps[0] / steps[-1]:.2f}" if gpus > 1 else "",
+            "",
+            "",
+            f"{peak:.1f}",
+        )
 
 
 def _idle(timed: list[StepMetrics]) -> str:

@@ -28,7 +28,7 @@ def table() -> pd.DataFrame:
 def _decoded() -> Iterator[dict[str, Any]]:
     for machine, file in _files("decode"):
         for row in load([file], "decode").to_dict("records"):
-            if row["engine"] in ("native", "vllm") and row["samples"]:
+            if row["engine"] in ("native", "vllm") and row["samples"] and row["runs"] == 1:
                 speed = {RATES[0]: round(row["tokens_per_second"]), RATES[1]: "", "phase": "rollout"}
                 given = {"engine": row["engine"], "sequences": int(row["sequences"]), "gradient_checkpointing": ""}
                 yield _identity(row, machine, file) | given | speed

@@ -89,8 +89,6 @@ class NoisyRMSNorm(nn.Module):
     """
 
     noise: torch.Tensor
-    #: Normalises the rows of several runs (`qerl.models.joint`); None in other passes.
-    joint: Callable[[NoisyRMSNorm, Tensor], Tensor] | None = None
 
     def __init__(
         self, weight: nn.Parameter, variance_epsilon: float, offset: float = 0.0, layer: int = 0, role: str = ROLES[0]
@@ -105,10 +103,6 @@ class NoisyRMSNorm(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Normalise `hidden` [..., features] over the last dimension, and return the same dtype."""
-        return self.joint(self, hidden) if self.joint else self.by_own_weight(hidden)
-
-    def by_own_weight(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As `forward`, by the weight and noise of this norm's run."""
         weight = self.weight.float() + self.noise
         return _ScaledNorm.apply(hidden, weight + self.offset if self.offset else weight, self.variance_epsilon)
 

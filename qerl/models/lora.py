@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
@@ -231,14 +231,10 @@ class LeanLoraLinear(LoraLinear):
 
     #: The operands that passes share; None outside of `SharedCasts.unchanged`.
     casts: SharedCasts | None = None
-    #: The outputs of layers with the same rows, which are of several runs (`qerl.models.joint`); None in other passes.
-    joint: Callable[[Tensor, Sequence[LeanLoraLinear]], tuple[Tensor, ...]] | None = None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Map x [..., in_features] to [..., out_features], in the dtype of the base's output."""
         if args or kwargs or not self.is_plain(x):
-            if self.joint is not None:
-                raise RuntimeError("a joint pass computes plain LoRA of a frozen base alone, in one dtype")
             return super().forward(x, *args, **kwargs)
         dropped = self.lora_dropout[self.active_adapters[0]](x) if self.drops else None
         return _products(x, dropped, [self])[0]
@@ -253,8 +249,8 @@ class LeanLoraLinear(LoraLinear):
         if self.disable_adapters or self.merged or self.lora_variant or len(self.active_adapters) != 1:
             return False
         trained = any(parameter.requires_grad for parameter in self.base_layer.parameters())
+        mixed = x.dtype != torch.float32 and not torch.is_autocast_enabled(x.device.type)
         name = self.active_adapters[0]
-        mixed = x.dtype not in (torch.float32, torch.float64) and not torch.is_autocast_enabled(x.device.type)
         return name in self.lora_A and not self.lora_bias[name] and not trained and not mixed
 
 
@@ -268,16 +264,14 @@ def _products(x: Tensor, dropped: Tensor | None, layers: Sequence[LeanLoraLinear
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     rows, thinned = (None if t is None else t.flatten(0, -2).to(dtype) for t in (x, dropped))
-    if (joint := layers[0].joint) is not None and rows is not None:
-        return tuple(out.unflatten(0, x.shape[:-1]) for out in joint(rows, layers))
-    frozen, adapters = read_lora(layers)
+    frozen, adapters = _read(layers)
     casts, key = layers[0].casts, (id(layers[0]), len(layers), layers[0].active_adapters[0])
     shared = casts.operands(key, frozen, adapters, dtype) if casts else None
     outs = _LoraProducts.apply(rows, thinned, frozen, shared, *adapters)
     return tuple(out.unflatten(0, x.shape[:-1]) for out in outs)
 
 
-def read_lora(layers: Sequence[LeanLoraLinear]) -> tuple[list[_Frozen], list[Tensor]]:
+def _read(layers: Sequence[LeanLoraLinear]) -> tuple[list[_Frozen], list[Tensor]]:
     """The base of each layer, and A and B of each in order."""
     frozen: list[_Frozen] = []
     adapters: list[Tensor] = []

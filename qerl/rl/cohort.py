@@ -2,8 +2,7 @@
 
 Each run is a thread with a trainer of its own, and one thread works at a time. The threads meet where they ask for
 completions: once every run waits for some, the engine draws all of them in one batch, and the runs go on in turn. So a
-run does what it does alone, to the bit but for the rounding of the engine's batch sizes. Updates follow one another,
-or share their passes (`qerl.rl.joint`), for which the threads wait in the same way.
+run does what it does alone, to the bit but for the rounding of the engine's batch sizes. Updates follow one another.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -33,7 +31,6 @@ from qerl.host.provenance import flush, write_text
 from qerl.jobs import TrainJob, refused_engine
 from qerl.models.policy import Policy, with_adapters
 from qerl.results.paths import RUN, VERSION
-from qerl.rl.joint import Backward, Forward, JointPasses, JointUpdate
 from qerl.rl.train import Place, prepared, state_folder, train_run
 from qerl.rollout.eager import EagerSampler
 from qerl.rollout.engine import EngineSampler
@@ -48,20 +45,19 @@ Draw = Callable[[Sequence[Request]], Sequence[Drawn | NotFiniteError]]
 
 
 class Meeting:
-    """Where the threads of runs wait for their turn, for completions, which `draw` gives for one request of each, and
-    for joint `passes`, if there are any.
+    """Where the threads of runs wait for their turn, and for completions, which `draw` gives for one request of each.
 
     A run that has left has an empty request from then on. An error of one run's completions is that run's alone.
     """
 
-    def __init__(self, runs: int, draw: Draw, passes: JointPasses | None = None) -> None:
-        self._runs, self._draw, self._passes = runs, draw, passes
+    def __init__(self, runs: int, draw: Draw) -> None:
+        self._runs, self._draw = runs, draw
         self._turns = threading.Condition()
-        #: The runs that can go on, in order (the first one works), and what the others ask for, in order.
+        #: The runs that can go on, in order (the first one works), and what the others ask for.
         self._ready = list(range(runs))
-        self._requests: dict[int, Request | Forward | Backward] = {}
-        self._answers: dict[int, Any] = {}
-        #: Seconds of the latest drawing or pass.
+        self._requests: dict[int, Request] = {}
+        self._drawn: dict[int, Drawn | BaseException] = {}
+        #: Seconds of the latest drawing.
         self._seconds = 0.0
         #: What ends all runs at their next request.
         self._end: BaseException | None = None
@@ -71,19 +67,19 @@ class Meeting:
         with self._turns:
             self._turns.wait_for(lambda: self._ready[0] == run)
 
-    def ask(self, run: int, request: Request | Forward | Backward) -> Any:
-        """The completions of a run's request, or what `JointPasses.answer` says. Raises what happens meanwhile."""
+    def generate(self, run: int, request: Request) -> Drawn:
+        """The completions of a run's request. Raises what the drawing of the batch raises."""
         asked = time.perf_counter()
         with self._turns:
             self._requests[run] = request
             self._pass_on()
             self._turns.wait_for(lambda: self._ready[0] == run)
-            answer = self._answers.pop(run)
-        # A run's times are those of its own work and of the drawing or pass that it shares.
+            drawn = self._end or self._drawn.pop(run)
+        # A run's times are those of its own work and of the drawing that it shares.
         leave_out(time.perf_counter() - asked - self._seconds)
-        if error := self._end or (answer if isinstance(answer, BaseException) else None):
-            raise error
-        return answer
+        if isinstance(drawn, BaseException):
+            raise drawn
+        return drawn
 
     def leave(self) -> None:
         """End the turn of a run that asks for nothing any more; the others go on without it."""
@@ -91,33 +87,24 @@ class Meeting:
             self._pass_on()
 
     def end(self, error: BaseException) -> None:
-        """Have every run raise `error` where it asks for completions or passes, or waits for them."""
+        """Have every run raise `error` where it asks for completions, or waits for them."""
         self._end = error
 
     def _pass_on(self) -> None:
-        """Give the turn to the next run. If all wait, some of their requests are answered first."""
+        """Give the turn to the next run. If all wait for completions, they are drawn first."""
         self._ready.pop(0)
         if not self._ready and self._requests:
             begun = time.perf_counter()
+            none = Request((), replace(next(iter(self._requests.values())).params, turns=None))
             try:
-                self._answers = dict.fromkeys(self._requests) if self._end else self._answer()
+                if self._end is None:
+                    drawn = self._draw([self._requests.get(run, none) for run in range(self._runs)])
+                    self._drawn = {run: drawn[run] for run in self._requests}
             except Exception as error:  # noqa: BLE001 - every run raises it, in its own thread
-                self._answers = dict.fromkeys(self._requests, error)
-            self._ready = sorted(self._answers)
-            for run in self._ready:
-                del self._requests[run]
+                self._drawn = dict.fromkeys(self._requests, error)
+            self._ready, self._requests = sorted(self._requests), {}
             self._seconds = time.perf_counter() - begun
         self._turns.notify_all()
-
-    def _answer(self) -> dict[int, Any]:
-        """The answers of a joint pass to some runs, or, if none waits for one, completions of all."""
-        passes = {run: one for run, one in self._requests.items() if isinstance(one, (Forward, Backward))}
-        if self._passes and passes:
-            return dict(self._passes.answer(passes, sorted(self._requests)))
-        draws = {run: one for run, one in self._requests.items() if isinstance(one, Request)}
-        none = Request((), replace(next(iter(draws.values())).params, turns=None))
-        drawn = self._draw([draws.get(run, none) for run in range(self._runs)])
-        return {run: drawn[run] for run in draws}
 
 
 class Calls:
@@ -175,7 +162,7 @@ class Seat:
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Drawn:
         """See `Sampler`. It waits until the other runs ask, too."""
-        drawn: Drawn = self.meeting.ask(self.run, Request(prompts, params))
+        drawn = self.meeting.generate(self.run, Request(prompts, params))
         refuse_nan(drawn)
         return drawn
 
@@ -226,8 +213,7 @@ def train_cohort(jobs: Sequence[TrainJob], end: Announcement | None = None) -> N
     for policy, job in zip(policies, jobs, strict=True):
         policy.lm.name_or_path = str(job.checkpoint)  # to which the saved adapter refers
     sampler = make_sampler(policies[0], settings[0].rollout, others=policies[1:])
-    passes = JointPasses(policies, settings[0]) if settings[0].joint_updates else None
-    meeting = Meeting(len(jobs), _draw_of(sampler, policies), passes)
+    meeting = Meeting(len(jobs), _draw_of(sampler, policies))
     calls, failures = Calls(), list[tuple[str, BaseException]]()
 
     def work(run: int, end: Announcement) -> None:
@@ -235,8 +221,7 @@ def train_cohort(jobs: Sequence[TrainJob], end: Announcement | None = None) -> N
         main_thread.set(calls)
         with naming(jobs[run].id):
             try:
-                joint = JointUpdate(run, passes, partial(meeting.ask, run)) if passes else None
-                train_run(jobs[run], Place(policies[run], Seat(meeting, run, policies[run], sampler), joint), end)
+                train_run(jobs[run], Place(policies[run], Seat(meeting, run, policies[run], sampler)), end)
             except BaseException as error:  # noqa: BLE001 - raised below, after the others have ended
                 failures.append((jobs[run].id, error))
                 if not isinstance(error, Interrupted):

@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, compress, groupby
+from itertools import compress, groupby
 
 import numpy as np
 import torch
@@ -39,46 +39,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Row:
-    """What a pass over pieces of sequences in one row reads."""
-
-    ids: torch.Tensor  # [1, L]
-    positions: torch.Tensor  # [1, L] position of each token in its sequence
-    packing: Packing
-    states_M: torch.Tensor  # index in the row of the hidden state that predicts each completion token that was drawn
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the row has no tokens, because all completions are silent."""
-        return not self.ids.numel()
-
-    def filled(self, tokens: int) -> Row:
-        """The row with padding up to `tokens`, in pieces of their own that no completion sees."""
-        padding, packing = tokens - self.ids.numel(), self.packing
-        pieces = _pieces(padding, _LEAST_PIECE)
-        lengths, prompts = [*packing.lengths, *pieces], [*packing.prompts, *[None] * len(pieces)]
-        ids, positions = (torch.nn.functional.pad(row, (0, padding)) for row in (self.ids, self.positions))
-        return Row(ids, positions, Packing.of(lengths, prompts, self.ids.device), self.states_M)
-
-
-def joined(rows: Sequence[Row]) -> Row:
-    """The rows one behind the other, as one."""
-    lengths, prompts = list[int](), list[int | None]()
-    for row in rows:
-        first = len(lengths)
-        lengths += row.packing.lengths
-        prompts += [None if prompt is None else first + prompt for prompt in row.packing.prompts]
-    starts = accumulate((row.ids.numel() for row in rows), initial=0)
-    return Row(
-        ids=torch.cat([row.ids for row in rows], 1),
-        positions=torch.cat([row.positions for row in rows], 1),
-        packing=Packing.of(lengths, prompts, rows[0].ids.device),
-        states_M=torch.cat([row.states_M + start for row, start in zip(rows, starts, strict=False)]),
-    )
-
-
-@dataclass(frozen=True)
-class MicroBatch(Row):
+class MicroBatch:
     """Sequences in one row without padding, where a prompt precedes all its completions once.
 
     The row lacks the last token of each completion, which predicts nothing. It also lacks silent completions
@@ -86,7 +47,11 @@ class MicroBatch(Row):
     """
 
     index: list[int]  # index of each completion in the batch
+    ids: torch.Tensor  # [1, L]
+    positions: torch.Tensor  # [1, L] position of each token in its sequence
+    packing: Packing
     keys: list[tuple[int, int]]  # of each piece, unique in the batch and independent of the packing
+    states_M: torch.Tensor  # index in the row of the hidden state that predicts each completion token that was drawn
     targets_M: torch.Tensor  # drawn completion tokens of the row
     read_N: torch.Tensor  # [N] bool, whether the completion is in the row
     mask_NT: torch.Tensor  # [N, T] 1.0 on completion tokens that were drawn, 0.0 on an environment's
@@ -94,6 +59,11 @@ class MicroBatch(Row):
     sampler_logprobs_NT: torch.Tensor  # [N, T]
     rewards_N: torch.Tensor  # [N]
     advantages_N: torch.Tensor  # [N]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the row has no tokens, because all completions are silent."""
+        return not self.ids.numel()
 
     def unpacked(self, values_M: torch.Tensor) -> torch.Tensor:
         """Values of the row's completion tokens [M] as [N, T], zero elsewhere."""
@@ -245,11 +215,6 @@ _CPU = torch.device("cpu")
 _LEAST_TOKENS, _LEAST_PIECE = 256, 64
 
 
-def _pieces(tokens: int, longest: int) -> list[int]:
-    """The lengths of pieces of padding."""
-    return [longest] * (tokens // longest) + ([rest] if (rest := tokens % longest) else [])
-
-
 def _power_of_two(least: int) -> int:
     return 1 << max(least - 1, 0).bit_length()
 
@@ -274,15 +239,15 @@ class PaddedSize:
     widest: int
 
     @classmethod
-    def of(cls, row: Row, tokens: int = 0) -> PaddedSize:
-        """The least size for a row, or that of `tokens`, with a padding token at least: padding indices point to it."""
-        packing, count = row.packing, row.ids.numel()
-        tokens = tokens or padded_tokens(count)
+    def of(cls, batch: MicroBatch) -> PaddedSize:
+        """The least size for a micro-batch. There is a padding token at least, to which padding indices point."""
+        packing, count = batch.packing, batch.ids.numel()
+        tokens = padded_tokens(count)
         longest = _power_of_two(max(packing.longest, _LEAST_PIECE))
         padding = tokens - count
         return cls(
             tokens=tokens,
-            states=max(_power_of_two(len(row.states_M)), tokens),
+            states=max(_power_of_two(len(batch.targets_M)), tokens),
             pieces=max(_power_of_two(len(packing.lengths) + -(-padding // longest)), tokens // 8),
             keys=max(_power_of_two(sum(packing.widths) + padding), 4 * tokens),
             copies=_power_of_two(1 + max(map(packing.prompts.count, set(packing.prompts) - {None}), default=0)),
@@ -312,26 +277,27 @@ class PaddedMicroBatch:
                 missing=torch.ones(size.copies, size.tokens, dtype=torch.bool, device=device),
             ),
         )
-        self._filled: Row | None = None
+        self._filled: MicroBatch | None = None
 
-    def fill(self, row: Row) -> None:
-        """Write the inputs of `row`, whose size is this one; nothing if they are there already."""
-        if self._filled is row:
+    def fill(self, batch: MicroBatch) -> None:
+        """Write the inputs of `batch`, whose size is this one; nothing if they are there already."""
+        if self._filled is batch:
             return
-        count, last = row.ids.numel(), self.size.tokens - 1
-        for padded, values in ((self.ids, row.ids), (self.positions, row.positions)):
+        count, last = batch.ids.numel(), self.size.tokens - 1
+        for padded, values in ((self.ids, batch.ids), (self.positions, batch.positions)):
             padded[:, :count].copy_(values)
             padded[:, count:] = 0
         # Rows that no completion reads are spread, since gradients of rows with the same index are added in turn.
-        chosen = len(row.states_M)
+        chosen = len(batch.states_M)
         spread = count + np.arange(self.size.states - chosen) % (self.size.tokens - count)
-        self.states_M[:chosen].copy_(row.states_M)
+        self.states_M[:chosen].copy_(batch.states_M)
         self.states_M[chosen:].copy_(torch.from_numpy(spread))
-        self._fill_packing(row.packing, self.size.tokens - count, last)
-        self._filled = row
+        self._fill_packing(batch.packing, self.size.tokens - count, last)
+        self._filled = batch
 
     def _fill_packing(self, packing: Packing, padding: int, last: int) -> None:
-        pieces = _pieces(padding, self.size.longest)
+        pieces = [self.size.longest] * (padding // self.size.longest)
+        pieces += [rest] if (rest := padding % self.size.longest) else []
         lengths, prompts = [*packing.lengths, *pieces], [*packing.prompts, *[None] * len(pieces)]
         full, target = Packing.of(lengths, prompts, _CPU), self.packing
         _write(full.queries_ends, target.queries_ends, int(full.queries_ends[-1]))
@@ -355,7 +321,7 @@ def _write(values: torch.Tensor, target: torch.Tensor, filler: int) -> None:
 # Passes over packed rows.
 
 
-def token_states(policy: Policy, inputs: Row | PaddedMicroBatch) -> torch.Tensor:
+def token_states(policy: Policy, inputs: MicroBatch | PaddedMicroBatch) -> torch.Tensor:
     """The hidden states [M, H], in the base's dtype, that predict the completion tokens."""
     with policy.autocast():
         return token_hidden(policy.lm, inputs.ids, inputs.positions, inputs.packing)[0][inputs.states_M]

@@ -7,7 +7,7 @@ tile, and unpacked weights in each pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -27,7 +27,7 @@ from qerl.models.experts import GatedMLP
 from qerl.models.linear import PackedLinear, dense_weights, unpacked_bytes
 from qerl.models.lora import dropouts, set_keys
 from qerl.models.policy import Policy
-from qerl.rl.packing import MicroBatch, PaddedMicroBatch, PaddedSize, Row, head_logprobs, token_states
+from qerl.rl.packing import MicroBatch, PaddedMicroBatch, PaddedSize, head_logprobs, token_states
 from qerl.settings.run import RunSettings
 
 #: Share of the free memory that may be used; the rest is for fragmentation, unpacked weights and tiles of logits.
@@ -120,14 +120,11 @@ class Recomputation:
         #: The most blocks that were recomputed for a forward pass.
         self.most = 0
 
-    def choose(self, tokens: int, logits_tokens: int = 0) -> int:
-        """Choose the blocks to recompute for a forward pass over `tokens`, and return their number.
-
-        The logits of `logits_tokens` are kept meanwhile.
-        """
+    def choose(self, tokens: int, keep_logits: bool = False) -> int:
+        """Choose the blocks to recompute for a forward pass over `tokens`, and return their number."""
         # Asked anew for each micro-batch, because recomputed blocks have the same bits: memory that others take or give
         # back meanwhile changes no run.
-        count = self._needed(tokens, free_bytes() - logits_tokens * self._token_logits)
+        count = self._needed(tokens, free_bytes() - keep_logits * tokens * self._token_logits)
         _recompute_first(self._blocks, count)
         self.most = max(self.most, count)
         return count
@@ -179,11 +176,11 @@ Recorder = Callable[[Work], Work]
 class _Pass:
     """The hidden states of rows of one size, and with `gradients` the gradients of the trained tensors."""
 
-    def __init__(self, policy: Policy, first: Row, size: PaddedSize, gradients: bool, record: Recorder) -> None:
+    def __init__(self, policy: Policy, first: MicroBatch, gradients: bool, record: Recorder) -> None:
         self._policy = policy
         self._gradients = gradients
         self.states: Tensor
-        self.padded = PaddedMicroBatch(size, policy.device)
+        self.padded = PaddedMicroBatch(PaddedSize.of(first), policy.device)
         # Attention sets no output of an empty row, and zero times such a number may be NaN.
         self.padded.fill(first)
         self._run()  # compiles kernels, and casts the adapters for all passes (`SharedCasts`)
@@ -262,25 +259,19 @@ class PassGraphs:
         for parameter, gradient in zip(self._trained, self._gradients, strict=True):
             parameter.grad = gradient
 
-    def _new_pass(self, row: Row, size: PaddedSize) -> _Pass:
+    def _new_pass(self, batch: MicroBatch) -> _Pass:
         if self._recomputation is not None:
             self._recomputation.choose(1)  # none: a graph recomputes nothing
-        return _Pass(self._policy, row, size, torch.is_grad_enabled(), self._record)
+        return _Pass(self._policy, batch, torch.is_grad_enabled(), self._record)
 
     def logprobs_and_entropy(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """See `qerl.rl.packing.logprobs_and_entropy`; with gradients only after `use_gradients`."""
-        states = self.states(batch, PaddedSize.of(batch))
+        # With and without gradients apart: a pass without them keeps no activations.
+        captured = self._passes.at((PaddedSize.of(batch), torch.is_grad_enabled()), partial(self._new_pass, batch))
+        captured.padded.fill(batch)
+        states: Tensor = _Replay.apply(self._joint, captured, len(batch.targets_M))
         values = head_logprobs(self._policy, states, batch, temperature, keep_logits=True)
         return batch.unpacked(values[0]), batch.unpacked(values[1])
-
-    def states(self, row: Row, size: PaddedSize, kind: Hashable = None) -> Tensor:
-        """The states [M, H] of a row by a pass of this size; `kind` is what else differs between passes."""
-        # With and without gradients apart: a pass without them keeps no activations.
-        key = size, kind, torch.is_grad_enabled()
-        captured = self._passes.at(key, partial(self._new_pass, row, size))
-        captured.padded.fill(row)
-        states: Tensor = _Replay.apply(self._joint, captured, len(row.states_M))
-        return states
 
 
 def pass_graphs(policy: Policy, settings: RunSettings, recomputation: Recomputation | None) -> PassGraphs | None:

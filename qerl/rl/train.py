@@ -33,7 +33,6 @@ from qerl.results.paths import DATASET, METRICS, POLICY, ROLLOUTS, RUN, without_
 from qerl.results.schema import DIVERGED, NO_MEMORY, Provenance, Quartiles, RunResult, RunSummary, StepMetrics, whole
 from qerl.results.store import line, write
 from qerl.rl.checkpoint import Checkpoints, ResumeError, restore, whole_state
-from qerl.rl.joint import JointUpdate
 from qerl.rl.noise import Noise
 from qerl.rl.parallel import Processes, connected, start_processes
 from qerl.rl.rollouts import Collector, Perturb, Rollout, Task
@@ -203,14 +202,7 @@ class Trainer:
     """
 
     def __init__(
-        self,
-        settings: RunSettings,
-        policy: Policy,
-        sampler: Sampler,
-        task: Task,
-        work: Path,
-        fingerprint: str = "",
-        joint: JointUpdate | None = None,
+        self, settings: RunSettings, policy: Policy, sampler: Sampler, task: Task, work: Path, fingerprint: str = ""
     ) -> None:
         self.processes = Processes()
         self.settings = settings
@@ -219,7 +211,7 @@ class Trainer:
         self.collector = Collector(settings, policy, sampler, task)
         self.checkpoints = Checkpoints(work, fingerprint)
         self.noise = Noise(policy.lm, settings.noise, settings.seed)
-        self.updater = Updater(settings, policy, self.processes, joint)
+        self.updater = Updater(settings, policy, self.processes)
         #: The ids of the problems that some completion has solved.
         self.solved: set[str] = set()
         #: The trained tensors of the best score, with `validation.keep: best`.
@@ -437,11 +429,10 @@ def prepared(policy: Policy, settings: RunSettings) -> Policy:
 
 @dataclass(frozen=True)
 class Place:
-    """What a run in a cohort shares with others (`qerl.rl.cohort`): its policy's base, the sampler, and passes."""
+    """What a run in a cohort shares with others (`qerl.rl.cohort`): its policy's base, and the sampler."""
 
     policy: Policy
     sampler: Sampler
-    joint: JointUpdate | None = None
 
 
 def make_trainer(
@@ -453,7 +444,7 @@ def make_trainer(
     context = usable_length(policy.lm.config.to_dict(), settings.rollout)
     task = Task.of(data, settings.validation).fitting(policy.tokenizer, settings.rollout, context)
     sampler = place.sampler if place else make_sampler(policy, settings.rollout)
-    return Trainer(settings, policy, sampler, task, work, fingerprint, place.joint if place else None)
+    return Trainer(settings, policy, sampler, task, work, fingerprint)
 
 
 def state_folder(job: TrainJob) -> Path:

@@ -14,18 +14,8 @@ import torch
 
 from qerl.models.lora import SharedCasts, dropouts, set_keys
 from qerl.models.policy import Policy, ShardedRoot
-from qerl.rl.joint import JointUpdate
 from qerl.rl.losses import BatchSize, LossInputs, LossOutputs, importance_weights, k3, mismatch, policy_loss, ratio_sums
-from qerl.rl.packing import (
-    MicroBatch,
-    Sample,
-    head_logprobs,
-    logprobs_and_entropy,
-    micro_batch,
-    padded_tokens,
-    row_tokens,
-    split,
-)
+from qerl.rl.packing import MicroBatch, Sample, logprobs_and_entropy, micro_batch, padded_tokens, row_tokens, split
 from qerl.rl.parallel import Processes
 from qerl.rl.passes import PassGraphs, Recomputation, pass_graphs
 from qerl.rl.rollouts import StoredStep
@@ -205,13 +195,10 @@ class DivergedError(ValueError):
 class Updater:
     """Updates a policy on the completions of a rollout."""
 
-    def __init__(
-        self, settings: RunSettings, policy: Policy, processes: Processes, joint: JointUpdate | None = None
-    ) -> None:
+    def __init__(self, settings: RunSettings, policy: Policy, processes: Processes) -> None:
         self.settings = settings
         self.policy = policy
         self.processes = processes
-        self._joint = joint
         self.optimizer = make_optimizer(policy, settings.optimizer, settings.loss.ppo.learning_rate)
         self._trained = list(policy.trainable())
         self._dropouts = dropouts(policy.lm)
@@ -225,8 +212,6 @@ class Updater:
         self.choices: Choices | None = None
         #: Whether the passes of the present update are graphs.
         self._in_graphs = False
-        #: The states of the last joint pass.
-        self._states: torch.Tensor | None = None
 
     @cached_property
     def graphs(self) -> PassGraphs | None:
@@ -297,8 +282,6 @@ class Updater:
                         outputs = policy_loss(present, loss, size)
                         if outputs.loss.requires_grad:  # unless all completions are silent
                             outputs.loss.backward()
-                            if self._joint and self._states is not None:
-                                self._joint.add_gradients(self._states)
                         stats += _counted(outputs, first)
                         if loss.name == "ppo":
                             stats += self._fit_values(batch, *targets[place], size)
@@ -373,8 +356,6 @@ class Updater:
         """Log-probabilities and entropies [N, T] of a micro-batch's tokens by the present policy."""
         if batch.is_empty:
             return self._no_logprobs(batch), torch.zeros_like(batch.mask_NT)
-        if self._joint and in_graphs:
-            return self._joint_forward(self._joint, batch)
         if self.graphs and self._in_graphs and in_graphs:
             return self.graphs.logprobs_and_entropy(batch, self.temperature)
         keep_logits = self._choose_recomputed(batch)
@@ -383,15 +364,6 @@ class Updater:
         keys = [(self.settings.seed, self._step, *key) for key in batch.keys]
         set_keys(self._dropouts, keys, batch.packing.lengths)
         return logprobs_and_entropy(self.policy, batch, self.temperature, keep_logits)
-
-    def _joint_forward(self, joint: JointUpdate, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `_forward`, by states that are computed with those of other runs."""
-        assert self.choices is not None
-        tokens, choices = batch.ids.numel(), self.choices
-        keep_logits = tokens <= max(choices.logits_tokens, choices.graph_tokens)
-        self._states = joint.states(batch, choices.graph_tokens, tokens * keep_logits)
-        values = head_logprobs(self.policy, self._states, batch, self.temperature, keep_logits)
-        return batch.unpacked(values[0]), batch.unpacked(values[1])
 
     def _no_logprobs(self, batch: MicroBatch) -> torch.Tensor:
         """Log-probabilities [N, T] of a micro-batch without tokens to read: zeros."""
@@ -409,23 +381,20 @@ class Updater:
         assert self.choices is not None
         tokens = batch.ids.numel()
         keep_logits = tokens <= self.choices.logits_tokens
-        self.recomputation.choose(tokens, keep_logits * tokens)
+        self.recomputation.choose(tokens, keep_logits)
         return keep_logits
 
     def _unpacked_weights(self, batches: list[MicroBatch]) -> AbstractContextManager[None]:
         """A context that keeps packed weights unpacked for all passes, where memory has room."""
-        most = max((batch.ids.numel() for batch in batches), default=0)
-        if self._joint:
-            return self._joint.passes.weights(most, self._in_graphs)
         if self.recomputation is None or self._in_graphs:  # a captured pass unpacks weights into buffers of its own
             return nullcontext()
-        return self.recomputation.weights(most)
+        return self.recomputation.weights(max((batch.ids.numel() for batch in batches), default=0))
 
     def _reference_logprobs(self, batch: MicroBatch) -> torch.Tensor | None:
         """Log-probabilities by the policy without its trained tensors; None if no loss needs them."""
         if not self.settings.loss.kl:
             return None
-        # Captured and joint passes have the adapter, so these are neither.
+        # Captured passes have the adapter, so these aren't in graphs.
         with torch.no_grad(), self.policy.reference():
             return self._forward(batch, in_graphs=False)[0]
 
@@ -443,13 +412,9 @@ class Updater:
     # --- gradients and the optimizer ---
 
     def _clear_gradients(self, batches: list[MicroBatch]) -> None:
-        """Forget the gradients. Those of graphs and of joint passes are tensors that stay in place."""
+        """Forget the gradients. Those of graphs are tensors that stay in place."""
         self.optimizer.zero_grad(set_to_none=True)
-        if all(batch.is_empty for batch in batches):
-            return
-        if self._joint:
-            self._joint.clear_gradients()
-        elif self.graphs and self._in_graphs:
+        if self.graphs and self._in_graphs and not all(batch.is_empty for batch in batches):
             self.graphs.use_gradients()
 
     def _loss_mask(self, batch: MicroBatch) -> torch.Tensor:

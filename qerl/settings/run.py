@@ -592,9 +592,6 @@ class RunSettings(Settings):
     steps: PositiveInt = 200
     micro_batch_tokens: PositiveInt = 16384
     """Most tokens in one forward and backward pass. A prompt counts once for all its completions there."""
-    joint_updates: bool = False
-    """Whether runs that train side by side compute their updates in common passes, which sum in another order than
-    those of a run alone."""
     gradient_checkpointing: bool | Literal["auto"] = False
     """Keep only the input of each block and compute the rest again in the backward pass. `auto` does so for as many
     blocks as the GPU's free memory requires, and for none on a CPU."""
@@ -694,12 +691,6 @@ class RunSettings(Settings):
         if self.loss.name == "ppo" and self.adapter.of_experts:
             raise ValueError(
                 "loss.name=ppo has no value function with adapters of experts; leave experts out of adapter.targets"
-            )
-        others = self.method != "lora" or self.loss.name == "ppo" or self.processes > 1
-        if self.joint_updates and (others or self.adapter.dropout or self.adapter.of_experts):
-            raise ValueError(
-                "joint_updates needs method=lora in one process, a loss other than ppo, no adapter.dropout, and no "
-                "experts among adapter.targets"
             )
         if self.rollout.group_size == 1 and self.loss.name != "ppo":
             raise ValueError(

@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 import torch
 
-from qerl.models.random import random_policy, with_random_adapters
+from qerl.models.random import random_policy
 from qerl.rl.noise import Noise
 from qerl.rl.packing import logprobs_and_entropy, micro_batch
 from qerl.rl.parallel import Processes
@@ -17,7 +17,6 @@ from qerl.rollout.engine import EngineSampler
 from qerl.settings.models import Base
 from qerl.settings.run import NativeSettings, NoiseSettings, RunSettings
 from tests.gpu.backends import kernels_of, with_portable
-from tests.unit.rl.joint_runs import Runs, settings_of
 from tests.unit.rl.test_passes import batch
 
 DEVICE = torch.device("cuda")
@@ -57,43 +56,6 @@ def test_gradients_and_metrics_are_those_without_graphs(name):
             a, b = gradient(plain), gradient(fast)
             assert torch.cosine_similarity(a, b, dim=0) > 0.999
             assert abs(a.norm() / b.norm() - 1) < 0.02
-
-
-@pytest.mark.parametrize("name", with_portable("bf16", "nvfp4"))
-@pytest.mark.parametrize("limit", [16384, 1024])
-def test_joint_updates_are_those_of_runs_alone(name, limit):
-    """In graphs with a segment of each run, or of each run of a group; the second run does further updates alone."""
-    with (
-        kernels_of(name) as weights,
-        with_random_adapters(random_policy(Base("small", weights), 0, DEVICE), 16, 6) as all_,
-    ):
-        alone, joint = all_[:3], all_[3:]
-        if weights != "bf16":
-            EngineSampler(all_[0], NativeSettings(), 1, all_[1:])  # moves the weights
-        settings = [
-            settings_of(
-                {"loss": {"updates_per_rollout": n}},
-                weights=weights,
-                dtype="bfloat16",
-                adapter={"rank": 16},
-                micro_batch_tokens=limit,
-            )
-            for n in (1, 3, 1)
-        ]
-        plain, fast = Runs(settings, alone, False), Runs(settings, joint, True)
-        assert isinstance(fast.passes.graphs, PassGraphs)
-        for step in range(1, 4):
-            for one, other in zip(alone, joint, strict=True):
-                for (_, a), (_, b) in zip(one.trainable(), other.trainable(), strict=True):
-                    b.data.copy_(a.data)
-            batches = [batch(10 * step + run) for run in range(3)]
-            expected, found = (runs.update(step, batches) for runs in (plain, fast))
-            for run in range(3):
-                for metric in ("entropy", "mismatch/kl", "grad_norm", "ess/tokens"):
-                    assert found[run][metric] == pytest.approx(expected[run][metric], rel=0.02, abs=1e-4), metric
-                a, b = gradient(plain.updaters[run]), gradient(fast.updaters[run])
-                assert torch.cosine_similarity(a, b, dim=0) > 0.999
-                assert abs(a.norm() / b.norm() - 1) < 0.02
 
 
 def test_a_replay_reads_adapters_norms_and_noise_as_they_are():

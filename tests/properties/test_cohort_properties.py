@@ -18,8 +18,6 @@ from qerl.settings.base import parse
 from qerl.settings.run import LAYERS, AdapterSettings, NoiseSettings, RunSettings
 from tests.conftest import NIGHTLY
 from tests.jobs import SETTINGS, train_job, write_inputs
-from tests.unit.rl import tiny_trainer
-from tests.unit.rl.joint_runs import Runs, assert_close
 from tests.unit.rollout.test_cohort import assert_drawn_as_alone, perturbed
 from tests.unit.rollout.test_engine import stop_at
 
@@ -163,36 +161,3 @@ def test_the_engine_draws_for_each_run_of_a_cohort_what_it_draws_alone(inputs, w
 
     seeded, requests = [(adapter, seed) for seed, (adapter, *_) in enumerate(runs)], [request for *_, request in runs]
     assert_drawn_as_alone(inputs / weights, seeded, lambda: requests, slots, prepared)
-
-
-@st.composite
-def updates(draw):
-    """What runs of a joint update may differ in, and the number of their batch."""
-    loss = {**draw(losses()), "silent_sample": draw(st.sampled_from([0.1, 1]))}
-    name = draw(st.sampled_from(["grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "bnpo"]))
-    run = {
-        "adapter": {"rank": draw(st.integers(1, 8)), "alpha": draw(st.sampled_from([1, 16, 64]))},
-        "loss": {**loss, "name": name, "ratio_cap": 5.0 if name == "cispo" else None},
-        "hot": draw(st.sampled_from([0.5, 1.0, 1.5])),
-        "optimizer": {"name": "adamw", "learning_rate": draw(st.sampled_from([1e-4, 1e-3]))},
-    }
-    return run, draw(st.integers(0, 9)), draw(st.integers(2, 12)), draw(st.integers(1, 5))
-
-
-@settings(max_examples=100 if NIGHTLY else 6)
-@given(
-    weights=st.sampled_from(FORMATS),
-    drawn=st.lists(updates(), min_size=2, max_size=5),
-    limit=st.sampled_from([60, 16384]),
-)
-def test_each_run_gets_the_gradients_of_its_own_update_in_a_joint_one(inputs, weights, drawn, limit):
-    runs = [run for run, *_ in drawn]
-    batches = [tiny_trainer.batch(seed, tiny_trainer.MIXED[:groups], longest) for _, seed, longest, groups in drawn]
-    alone, joint = (
-        Runs.tiny(inputs, runs, joint, micro_batch_tokens=limit, weights=weights) for joint in (False, True)
-    )
-    expected, found = alone.update(1, batches), joint.update(1, batches)
-    for metrics, other in zip(found, expected, strict=True):
-        assert metrics == pytest.approx(other, rel=1e-5, abs=1e-9)
-    for grads, other in zip(joint.gradients(), alone.gradients(), strict=True):
-        assert_close(grads, other, 1e-9)

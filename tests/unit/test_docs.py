@@ -44,7 +44,7 @@ def points() -> pd.DataFrame:
 
 @pytest.mark.parametrize(
     ("size", "counts"),
-    [("7B", ("1", "8", "32")), ("7B", ("64", "128", "256")), ("32B", ("1", "8", "32")), ("32B", ("64", "256"))],
+    [("7B", ("1", "8", "32")), ("7B", ("64", "128", "256")), ("32B", ("1", "8", "32", "64"))],
 )
 def test_decode_speeds_of_the_readme_are_those_of_the_workflow(points, size, counts):
     points = points[points["size"] == size]
@@ -120,10 +120,10 @@ def test_speeds_of_the_portable_kernels_are_those_of_the_workflow(counts):
 
 def test_the_rollout_of_the_readme_is_that_of_the_workflow():
     mixes = load(sorted(PEERS.glob("mix-*.json")), "rollout_mix")
-    for asked, traced, base in (("mixed lengths", False, "bf16"), ("short completions", True, "nvfp4")):
+    for asked, traced in (("mixed lengths", False), ("short completions", True)):
         alike = (mixes["size"] == "7B") & ((mixes["trace"] != "") == traced)
         rows = mix_table(mixes[alike]).set_index(["engine", "weights"])
-        ours, theirs = rows.loc[("native", "nvfp4")], rows.loc[("vllm", base)]
+        ours, theirs = rows.loc[("native", "nvfp4")], rows.loc["vllm"].sort_values("tokens_per_second").iloc[-1]
         speeds = [f"{row['tokens_per_second']:,.0f}" for row in (ours, theirs)]
         assert readme_row(f"7B rollout of {asked}") == [[speeds[0]], [speeds[1]], [f"{ours['speedup']:.2f}"]]
     table = mix_table(mixes).set_index(["engine", "weights", "size"]).sort_index()

@@ -1,14 +1,12 @@
 """Runs side by side on one base: each does what it does alone, whatever becomes of the others."""
 
 import json
-import signal
 import threading
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from qerl.host.process import Interrupted
 from qerl.models.quantize import quantize_checkpoint
 from qerl.rl.cohort import Meeting, train_cohort
 from qerl.rl.train import Trainer, train_run
@@ -26,13 +24,6 @@ RUNS = {
     "ppo": {"loss": {"name": "ppo"}, "steps": 3},
     "hot": {"rollout": {**SETTINGS["rollout"], "sampling": {"max_tokens": 4, "temperature": 1.4}}, "seed": 3},
 }
-#: Runs that differ in all that runs of a joint update may differ in.
-JOINT = {
-    "grpo": {"noise": {"schedule": "exponential", "mode": "consistent"}, "seed": 1},
-    "dapo": {"loss": {"name": "dapo", "updates_per_rollout": 2}, "adapter": {"rank": 3}, "seed": 2},
-    "short": {"loss": {"kl": 0.1}, "steps": 2, "optimizer": {"name": "adamw8bit"}, "adapter": {"rank": 1}},
-    "hot": {"rollout": {**SETTINGS["rollout"], "sampling": {"max_tokens": 4, "temperature": 1.4}}, "seed": 3},
-}
 MEASURED = ("seconds/", "tokens_per_second/", "memory_bytes")
 
 
@@ -46,10 +37,10 @@ def inputs(tmp_path_factory):
 pytestmark = pytest.mark.usefixtures("rewarded_characters")
 
 
-def jobs_of(inputs, folder, names=None, runs=RUNS, **changes):
+def jobs_of(inputs, folder, names=tuple(RUNS), **changes):
     jobs = []
-    for name in names or runs:
-        settings = parse(RunSettings, {**SETTINGS, "weights": "nvfp4", **runs[name], **changes}, "test")
+    for name in names:
+        settings = parse(RunSettings, {**SETTINGS, "weights": "nvfp4", **RUNS[name], **changes}, "test")
         paths = inputs / "nvfp4", inputs / "data", folder / "work" / name, folder / name
         jobs.append(train_job(settings, *paths))
     return jobs
@@ -103,39 +94,9 @@ def test_the_engine_draws_for_all_what_it_draws_for_one(inputs, tmp_path, monkey
             torch.testing.assert_close(weights(job)[name], tensor, rtol=1e-3, atol=1e-5)
 
 
-def test_joint_updates_are_those_of_runs_alone_as_they_round_and_a_cohort_continues_them(inputs, tmp_path, monkeypatch):
-    """One run ends early; a signal comes in the third step, after which all that is left is equal to the bit."""
-    together, again = (jobs_of(inputs, tmp_path / name, None, JOINT, joint_updates=True) for name in ("a", "b"))
-    alone = jobs_of(inputs, tmp_path / "alone", None, JOINT)
-    for job in alone:
-        train_run(job)
-    train_cohort(together)
-    for job, other in zip(together, alone, strict=True):
-        for found, expected in zip(metrics(job), metrics(other), strict=True):
-            assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
-        for name, tensor in weights(other).items():
-            torch.testing.assert_close(weights(job)[name], tensor, rtol=1e-3, atol=1e-5)
-    step = Trainer.step
-
-    def announcing(self, number, *rest):
-        if self.settings.seed == 3 and number == 3:
-            signal.raise_signal(signal.SIGTERM)
-        return step(self, number, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "step", announcing)
-        with pytest.raises(Interrupted):
-            train_cohort(again)
-    assert [job.out.exists() for job in again] == [False, False, True, False]
-    train_cohort([job for job in again if not job.out.exists()])
-    for job, other in zip(again, together, strict=True):
-        assert_equal(job, other)
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"joint_updates": True}, "grpo and hot differ in joint_updates"),
         ({"dtype": "bfloat16"}, "grpo and hot differ in dtype"),
         (
             {"rollout": {**SETTINGS["rollout"], "native": {"kernels": "portable"}}},
@@ -156,25 +117,6 @@ def test_joint_updates_are_those_of_runs_alone_as_they_round_and_a_cohort_contin
 def test_runs_without_a_common_base_or_engine_are_refused(inputs, tmp_path, changes, words):
     first, second = jobs_of(inputs, tmp_path, ("grpo",)), jobs_of(inputs, tmp_path, ("hot",), **changes)
     with pytest.raises(ConfigError, match=words):
-        train_cohort([*first, *second])
-
-
-def test_joint_updates_that_recompute_blocks_are_equal_to_the_bit(inputs, tmp_path):
-    names = "grpo", "hot"
-    kept = jobs_of(inputs, tmp_path / "kept", names, JOINT, joint_updates=True, steps=2)
-    again = jobs_of(inputs, tmp_path / "again", names, JOINT, joint_updates=True, steps=2, gradient_checkpointing=True)
-    train_cohort(kept), train_cohort(again)
-    for job, other in zip(again, kept, strict=True):
-        assert_equal(job, other)
-
-
-@pytest.mark.parametrize(
-    "changes", [{"micro_batch_tokens": 60}, {"adapter": {"targets": ["q_proj"]}}, {"adapter": {"train_norms": False}}]
-)
-def test_joint_updates_have_passes_in_common(inputs, tmp_path, changes):
-    first = jobs_of(inputs, tmp_path, ("grpo",), joint_updates=True)
-    second = jobs_of(inputs, tmp_path, ("hot",), joint_updates=True, **changes)
-    with pytest.raises(ConfigError, match=r"grpo and hot differ in (micro_batch_tokens|adapter)"):
         train_cohort([*first, *second])
 
 
@@ -202,7 +144,7 @@ def test_runs_meet_in_any_order_and_one_works_at_a_time():
             most.append(len(working))
             working.remove(run)
             seed = 10 * run + number
-            assert meeting.ask(run, Request([[1]], SamplingParams(1, seed=seed))) == [[seed]]
+            assert meeting.generate(run, Request([[1]], SamplingParams(1, seed=seed))) == [[seed]]
         meeting.leave()
 
     threads = [threading.Thread(target=work, args=(run, count)) for run, count in enumerate((2, 0, 3))]

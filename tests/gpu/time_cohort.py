@@ -1,13 +1,11 @@
-"""Steps of runs one after another and side by side, whose updates follow one another or are joint, in turns.
+"""Steps of runs one after another and side by side, whose updates follow one another either way.
 
-    python -m tests.gpu.time_joint --size 3m       # the policies of config/dose.yaml, 3m and 25m, in NVFP4
-    python -m tests.gpu.time_joint --size 7B --rank 32 --prompt 256 --tokens 2048 --median 300 --updates 1
+    python -m tests.gpu.time_cohort --size 3m       # the policies of config/dose.yaml, 3m and 25m, in NVFP4
+    python -m tests.gpu.time_cohort --size 7B --rank 32 --prompt 256 --tokens 2048 --median 300 --updates 1
 
-All have the same adapters at first. One engine draws completions of mixed lengths for one run after another, then the
-same completions for all runs together, and both ways of updating learn from these; half of the groups have no gradient.
-The result, printed and written to `--out`, has medians. Factors are medians of the rounds' ratios: of rollouts,
-of updates, and of steps with separate (`step_factor`) and joint updates (`joint_step_factor`), both over the runs
-one after another. `grad_norm_difference` is the largest relative difference of the first update's gradient norms.
+One engine draws completions of mixed lengths for one run after another (`rollouts`), then completions of the same
+lengths for all runs together (`rollout`), from which each run learns; half of the groups have no gradient. The result,
+printed and written to `--out`, has medians. Factors are medians of the rounds' ratios: of rollouts, and of steps.
 """
 
 from __future__ import annotations
@@ -29,13 +27,14 @@ from qerl.models.policy import Policy, choose_device, load_policy
 from qerl.models.quantize import quantize_checkpoint
 from qerl.models.random import random_policy, with_random_adapters
 from qerl.rl.packing import Sample
+from qerl.rl.parallel import Processes
+from qerl.rl.update import Updater
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import Request, SamplingParams
 from qerl.settings.base import parse
 from qerl.settings.models import Base
 from qerl.settings.run import NativeSettings, RunSettings
 from tests.tiny import tiny_qwen2
-from tests.unit.rl.joint_runs import Runs
 
 #: The shapes of small policies: hidden size, size of the MLP, layers, heads.
 SMALL = {"tiny": (64, 128, 2, 4), "3m": (256, 768, 4, 4), "25m": (512, 1536, 8, 8)}
@@ -90,14 +89,10 @@ def main(
     settings = [parse(RunSettings, {**about, "seed": run, "steps": 1000}, "timing") for run in range(runs)]
     with TemporaryDirectory() as folder:
         base = base_of(size, weights, Path(folder))
-    with with_random_adapters(base, rank, 2 * runs) as policies:
-        alone, joint = policies[:runs], policies[runs:]
-        for one, other in zip(alone, joint, strict=True):
-            for (_, source), (_, target) in zip(one.trainable(), other.trainable(), strict=True):
-                target.data.copy_(source.data)
-        separate, together = Runs(settings, alone, False), Runs(settings, joint, True)
-        taken: dict[str, list[float]] = {"rollouts": [], "rollout": [], "separate": [], "joint": []}
-        peaks, difference = {"separate": 0.0, "joint": 0.0}, 0.0
+    with with_random_adapters(base, rank, runs) as policies:
+        updaters = [Updater(own, policy, Processes()) for own, policy in zip(settings, policies, strict=True)]
+        taken: dict[str, list[float]] = {"rollouts": [], "rollout": [], "update": []}
+        peak = 0.0
         numbers = np.random.default_rng(0)
         # The same in all rounds, so that graphs of few sizes are captured, as in many steps of a run.
         lengths = [
@@ -105,7 +100,7 @@ def main(
         ]
         engine, sequences = NativeSettings(kv_cache_gib=kv_cache_gib), prompts * group
         # A base has one engine at a time, so that the runs one after another draw first.
-        sampler = EngineSampler(alone[0], engine, sequences)
+        sampler = EngineSampler(policies[0], engine, sequences)
         for number in range(1, rounds + warmup + 1):
             with seconds() as rollouts:
                 for request in requests_of(number, numbers, lengths, prompt):
@@ -113,7 +108,7 @@ def main(
             if number > warmup:
                 taken["rollouts"].append(rollouts.value)
         sampler.release()
-        sampler = EngineSampler(alone[0], engine, runs * sequences, alone[1:])
+        sampler = EngineSampler(policies[0], engine, runs * sequences, policies[1:])
         for number in range(1, rounds + warmup + 1):
             requests = requests_of(number, numbers, lengths, prompt)
             with seconds() as rollout:
@@ -128,16 +123,12 @@ def main(
                         for i, completion in enumerate(completions)
                     ]
                 )
-            spent, norms = {"rollout": rollout.value}, []
-            for name, updaters in (("separate", separate), ("joint", together)):
-                reset_peak_memory()
-                with seconds() as update:
-                    metrics = updaters.update(number, batches)
-                peaks[name] = max(peaks[name], peak_memory_bytes())
-                spent[name] = update.value
-                norms.append([one["grad_norm"] for one in metrics])
-            if number == 1:
-                difference = max(abs(a / b - 1) for a, b in zip(*norms, strict=True))
+            reset_peak_memory()
+            with seconds() as update:
+                for updater, samples in zip(updaters, batches, strict=True):
+                    updater.update(number, samples)
+            peak = max(peak, peak_memory_bytes())
+            spent = {"rollout": rollout.value, "update": update.value}
             print(number, {name: round(value, 4) for name, value in spent.items()}, flush=True)
             if number > warmup:
                 for name, value in spent.items():
@@ -149,14 +140,9 @@ def main(
         "tokens": tokens, "median": median_tokens or tokens // 3, "updates": updates, "recompute": recompute,
         "memory_gb": memory_gb or None, **medians,
         "rollout_factor": median(one["rollouts"] / one["rollout"] for one in rows),
-        "update_factor": median(one["separate"] / one["joint"] for one in rows),
-        "step_factor": median((one["rollouts"] + one["separate"]) / (one["rollout"] + one["separate"]) for one in rows),
-        "joint_step_factor": median(
-            (one["rollouts"] + one["separate"]) / (one["rollout"] + one["joint"]) for one in rows
-        ),
-        "peak_gb": {name: peak / 1e9 for name, peak in peaks.items()},
-        "grad_norm_difference": difference,
-        "graphs": together.passes is not None and together.passes.graphs is not None,
+        "step_factor": median((one["rollouts"] + one["update"]) / (one["rollout"] + one["update"]) for one in rows),
+        "peak_gb": peak / 1e9,
+        "graphs": updaters[0].graphs is not None,
         "stamp": stamp(0),
     }  # fmt: skip
     if out:
