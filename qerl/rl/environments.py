@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from queue import Empty, SimpleQueue
-from threading import Thread
+from threading import Semaphore, Thread
 from typing import Any, Protocol
 
 from qerl.data.prompts import TemplateInput, Thinking, chat_text, messages_of, reply_text, texts_ids
@@ -59,13 +59,29 @@ class Conversation:
     seconds: float = 0.0
 
 
+# Each turn has a thread, since most tools wait for something. A thread takes turn after turn, because to start one for
+# each took the sampler 0.1 ms, and its engine decodes nothing while it asks for hundreds. One that never ends its turn
+# doesn't keep the process from ending.
+
+_TURNS: SimpleQueue[Callable[[], None]] = SimpleQueue()
+_IDLE_THREADS = Semaphore(0)
+
+
+def _start(turn: Callable[[], None]) -> None:
+    _TURNS.put(turn)
+    if not _IDLE_THREADS.acquire(blocking=False):
+        Thread(target=_take_turns, daemon=True).start()
+
+
+def _take_turns() -> None:
+    while True:
+        _TURNS.get()()
+        _IDLE_THREADS.release()
+
+
 @dataclass(frozen=True)
 class Conversations:
-    """The environments of completions of `problems`, as samplers ask them (`qerl.rollout.sampler.Turns`).
-
-    Each turn has a thread, since most tools wait for something; a thread that never ends doesn't keep the process from
-    ending.
-    """
+    """The environments of completions of `problems`, as samplers ask them (`qerl.rollout.sampler.Turns`)."""
 
     settings: EnvironmentSettings
     policy: Policy
@@ -104,7 +120,7 @@ class Conversations:
         conversation = self._at(*key)
         text = self.thinking.text(tokens[conversation.begin :], conversation.before or self._texts[prompt])
         conversation.begin, self._began[key] = len(tokens), time.monotonic()
-        Thread(target=self._work, args=(key, conversation, text), daemon=True).start()
+        _start(partial(self._work, key, conversation, text))
 
     def replies(self, wait: float) -> list[tuple[int, int, list[int] | None]]:
         """See `Turns`. Raises what an environment raised, and ConfigError where one exceeds its limit of time."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -675,6 +676,14 @@ def pages_of(tokens: int) -> int:
     return -(-tokens // PAGE)
 
 
+def lay_out(texts: Sequence[Sequence[int]], rows: Sequence[int], ends: Sequence[int]) -> np.ndarray:
+    """The tokens [3, n] of all texts, int64: ids, the row of each one's text, and the places before the text's end."""
+    lengths = [len(text) for text in texts]
+    ids = np.fromiter(chain.from_iterable(texts), np.int64, sum(lengths))
+    before = np.array(ends) - np.cumsum(lengths)
+    return np.stack([ids, np.repeat(rows, lengths), np.arange(len(ids)) + np.repeat(before, lengths)])
+
+
 @dataclass(frozen=True)
 class _PromptGraph:
     """Replaying it computes `hidden` [MOST_PROMPTS, H], at each prompt's last token, from the prompts in `row`.
@@ -796,15 +805,12 @@ class Pool:
 
         Each token is a row, as a sequence is in a decode step. So replies have whatever attention steps have.
         """
-        count, sizes = sum(map(len, texts)), PROMPT_BUCKETS if self.chunks.memory is not None else ()
+        tokens, sizes = lay_out(texts, slots, ends), PROMPT_BUCKETS if self.chunks.memory is not None else ()
+        count = tokens.shape[1]
         bucket = next((size for size in sizes if size >= count), None)
         padding = (bucket or count + count % 2) - count  # attention can take two rows together
-        tokens = [
-            [text, [slot] * len(text), range(end - len(text), end)]
-            for text, slot, end in zip(texts, slots, ends, strict=True)
-        ]
-        idle = [[0] * padding, [self.state.count] * padding, [IDLE] * padding]
-        columns = upload(np.hstack([*tokens, idle]), torch.int64, self.decoder.device)
+        idle = np.repeat([[0], [self.state.count], [IDLE]], padding, axis=1)
+        columns = upload(np.hstack([tokens, idle]), torch.int64, self.decoder.device)
         if bucket is None:
             self._extend(columns)
             return

@@ -22,7 +22,7 @@ from qerl.kernels import operations_name
 from qerl.kernels.state import FP8, IDLE, PAGE, page_bytes, splits_of
 from qerl.models.linear import PackedLinear
 from qerl.models.policy import Policy, weight_bytes
-from qerl.rollout.decoder import Decoder, Download, Pool, bucket_of, pages_of, upload
+from qerl.rollout.decoder import Decoder, Download, Pool, bucket_of, lay_out, pages_of, upload
 from qerl.rollout.sampler import (
     Completion,
     Draft,
@@ -56,8 +56,9 @@ def steps_between_looks(weight_bytes: int) -> int:
     return min(max(round(_LOOK_BYTES / weight_bytes), 1), MOST_STEPS)
 
 
-#: Seconds for which an engine without sequences to decode waits for replies before it looks again.
-_REPLY_WAIT = 0.01
+#: Seconds for which an engine without sequences to decode waits for replies before it looks again, and after the first
+#: ones for more: those of turns that ended together come together, and one pass takes less than two and a step between.
+_REPLY_WAIT, _FURTHER_WAIT = 0.01, 0.005
 
 
 @dataclass
@@ -329,18 +330,18 @@ class Scheduler:
         for sequence in sequences:
             self._active[sequence.slot] = sequence
             self._show_pages(sequence)
-        columns = [(s.slot, len(s.prompt) + s.drawn - 1, s.drawn, s.key, s.limit, s.index[0]) for s in sequences]
-        rows, position, drawn, key, limit, run = upload(columns, torch.int64, state.token.device).T
-        state.position[rows], state.drawn[rows] = position.int(), drawn.int()
+        columns = [
+            (s.slot, len(s.prompt) + s.drawn - 1, s.drawn, s.key, s.limit, s.index[0], len(s.given)) for s in sequences
+        ]
+        rows, position, drawn, key, limit, run, given = upload(columns, torch.int64, state.token.device).T
+        state.position[rows], state.drawn[rows], state.given[rows] = position.int(), drawn.int(), given.int()
         state.limit[rows], state.sequence[rows], state.run[rows] = limit.int(), key, run.int()
         self._upload_pages()
-        if self._replayed:  # the tokens that are given are put where a draw reads them
-            lengths = [len(s.given) for s in sequences]
-            padded = np.zeros((len(sequences), max(lengths)), dtype=np.int32)
-            for row, sequence, length in zip(padded, sequences, lengths, strict=True):
-                row[:length] = sequence.given
-            state.tokens[rows, : max(lengths)] = upload(padded, torch.int32, rows.device)
-            state.given[rows] = upload(lengths, torch.int32, rows.device)
+        # The tokens that are given are put where a draw reads them, unless the host has them from there.
+        if any(texts := [s.given[len(s.tokens) :] for s in sequences]):
+            placed = lay_out(texts, [s.slot for s in sequences], [len(s.given) for s in sequences])
+            ids, slots, places = upload(placed, torch.int64, rows.device)
+            state.tokens[slots, places] = ids.int()
         return rows
 
     def _show_pages(self, sequence: DecodedSequence) -> None:
@@ -375,6 +376,8 @@ class Scheduler:
         for sequence in list(self._active.values()):
             drawn = min(sequence.drawn + tokens, sequence.most)
             missing = pages_of(len(sequence.prompt) + drawn - 1) - len(sequence.pages)
+            if missing <= 0:
+                continue
             if missing > pages.available:
                 self._catch_up()  # finished sequences free their pages
             while missing > pages.available and sequence.slot in self._active:
@@ -382,7 +385,7 @@ class Scheduler:
                     self._leave(self._held[-1])
                 else:
                     self._interrupt(next(reversed(self._active.values())))
-            if missing > 0 and sequence.slot in self._active:
+            if sequence.slot in self._active:
                 sequence.pages += pages.take(missing)
                 self._show_pages(sequence)
                 grown = True
@@ -448,13 +451,13 @@ class Scheduler:
 
     def _store(self, sequences: Sequence[DecodedSequence], drawn: Download) -> None:
         with self.clock.waiting():
-            host = drawn.wait()
-        numbers, tokens, logprobs = host.tensor_split([1, 1 + host.shape[1] // 2], 1)
-        rows = zip(numbers[:, 0].tolist(), tokens.tolist(), logprobs.view(torch.float32).tolist(), strict=True)
+            host = drawn.wait().numpy()
+        numbers, tokens, logprobs = np.split(host, [1, 1 + host.shape[1] // 2], axis=1)
+        rows = zip(numbers[:, 0].tolist(), tokens, logprobs.view(np.float32), strict=True)
         for sequence, (count, own_tokens, own_logprobs) in zip(sequences, rows, strict=True):
-            known = len(sequence.tokens)
-            sequence.tokens += own_tokens[known:count]
-            sequence.logprobs += own_logprobs[known:count]
+            new = slice(len(sequence.tokens), count)
+            sequence.tokens += own_tokens[new].tolist()
+            sequence.logprobs += own_logprobs[new].tolist()
             if sequence.index in self._waiting:
                 self._unasked.append(sequence)
 
@@ -485,7 +488,11 @@ class Scheduler:
         self._idled += len(self._replied) * self._look_every
         for run in dict.fromkeys(run for run, _ in self._waiting):
             params = self._requests[run].params
-            for number, completion, reply in params.turns.replies(_REPLY_WAIT * idle) if params.turns else ():
+            replies = params.turns.replies(_REPLY_WAIT * idle) if params.turns else []
+            if params.turns and idle and 0 < len(replies) < len(self._waiting):
+                time.sleep(_FURTHER_WAIT)
+                replies = [*replies, *params.turns.replies(0.0)]
+            for number, completion, reply in replies:
                 sequence, idle = self._waiting[run, number * params.count + completion], False
                 if not sequence.goes_on(reply, sequence.most):
                     self._finish(sequence)
@@ -505,13 +512,13 @@ class Scheduler:
         pages, resumed, computed = self._pool.pages, [], []
         for sequence in sorted(self._replied, key=lambda one: -one.index[0]):  # runs as in `_decode`
             del self._waiting[sequence.index]
-            whole = [*sequence.prompt, *sequence.given]
             sequence.drawn = len(sequence.given)
             if sequence.slot == IDLE:
+                whole = [*sequence.prompt, *sequence.given]
                 self._queue.appendleft(WaitingGroup(sequence.index[0], whole, deque([sequence])))
                 continue
             resumed.append(sequence)
-            missing = pages_of(len(whole) - 1) - len(sequence.pages)
+            missing = pages_of(len(sequence.prompt) + sequence.drawn - 1) - len(sequence.pages)
             if together and missing <= pages.available:
                 sequence.pages += pages.take(max(missing, 0))
                 computed.append(sequence)

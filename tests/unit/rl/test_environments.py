@@ -1,6 +1,7 @@
 """Environments of a run: what they reply, what a conversation earns, and what is told of their mistakes."""
 
 import time
+from threading import Barrier
 
 import pytest
 import torch
@@ -41,6 +42,16 @@ class Sums:
         self.turns += 1
         reply = {"role": "tool", "content": f"{len(text)} in turn {self.turns}"}
         return Turn([reply], len(text) / 10, done=len(text) > self.most)
+
+
+ALL = Barrier(6)
+
+
+class Meeting(Sums):
+    def step(self, text):
+        if not self.turns:
+            ALL.wait(timeout=60)
+        return super().step(text)
 
 
 class Broken(Sums):
@@ -115,6 +126,14 @@ def test_conversations_read_as_the_template_writes_them(checkpoints, tmp_path, e
     assert rollout.metrics["environment_tokens"] == replied > 0
     assert rollout.metrics["completion_tokens"] == sum(map(sum, (completion.mask for completion in completions)))
     assert rollout.metrics["reward/environment"] == pytest.approx(rollout.metrics["reward"])
+
+
+def test_environments_work_at_once_in_one_rollout_after_another(checkpoints, tmp_path):
+    """No first turn ends before the others' have begun."""
+    made = run_of(checkpoints, tmp_path, f"{__name__}:Meeting")
+    made.collector.sampler = EngineSampler(made.policy, NativeSettings())
+    for step in (1, 2):
+        assert made.collector.collect(step, 0).metrics["turns"] > 1
 
 
 @pytest.mark.parametrize("loss", ["grpo", "ppo"])
