@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -59,24 +60,37 @@ class Conversation:
     seconds: float = 0.0
 
 
-# Each turn has a thread, since most tools wait for something. A thread takes turn after turn, because to start one for
-# each took the sampler 0.1 ms, and its engine decodes nothing while it asks for hundreds. One that never ends its turn
-# doesn't keep the process from ending.
+class _Threads:
+    """Threads that take turn after turn; each turn has one at once, since most tools wait for something.
 
-_TURNS: SimpleQueue[Callable[[], None]] = SimpleQueue()
-_IDLE_THREADS = Semaphore(0)
+    To start one for each turn took the sampler 0.1 ms, and its engine decodes nothing while it asks for hundreds. One
+    that never ends its turn doesn't keep the process from ending.
+    """
+
+    def __init__(self) -> None:
+        self._turns: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._idle = Semaphore(0)
+
+    def start(self, turn: Callable[[], None]) -> None:
+        self._turns.put(turn)
+        if not self._idle.acquire(blocking=False):
+            Thread(target=self._take, daemon=True).start()
+
+    def _take(self) -> None:
+        while True:
+            self._turns.get()()
+            self._idle.release()
 
 
-def _start(turn: Callable[[], None]) -> None:
-    _TURNS.put(turn)
-    if not _IDLE_THREADS.acquire(blocking=False):
-        Thread(target=_take_turns, daemon=True).start()
+_threads = _Threads()
 
 
-def _take_turns() -> None:
-    while True:
-        _TURNS.get()()
-        _IDLE_THREADS.release()
+def _forget_threads() -> None:
+    global _threads
+    _threads = _Threads()
+
+
+os.register_at_fork(after_in_child=_forget_threads)
 
 
 @dataclass(frozen=True)
@@ -120,7 +134,7 @@ class Conversations:
         conversation = self._at(*key)
         text = self.thinking.text(tokens[conversation.begin :], conversation.before or self._texts[prompt])
         conversation.begin, self._began[key] = len(tokens), time.monotonic()
-        _start(partial(self._work, key, conversation, text))
+        _threads.start(partial(self._work, key, conversation, text))
 
     def replies(self, wait: float) -> list[tuple[int, int, list[int] | None]]:
         """See `Turns`. Raises what an environment raised, and ConfigError where one exceeds its limit of time."""

@@ -1,7 +1,8 @@
 """Environments of a run: what they reply, what a conversation earns, and what is told of their mistakes."""
 
+import os
 import time
-from threading import Barrier
+from threading import Barrier, Event
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from qerl.data.records import DataError
 from qerl.host.imports import check_environment
 from qerl.results.schema import RolloutRow
 from qerl.results.store import read_rows
+from qerl.rl import environments
 from qerl.rl.environments import Turn
 from qerl.rollout.engine import EngineSampler
 from qerl.settings.base import ConfigError, parse
@@ -134,6 +136,17 @@ def test_environments_work_at_once_in_one_rollout_after_another(checkpoints, tmp
     made.collector.sampler = EngineSampler(made.policy, NativeSettings())
     for step in (1, 2):
         assert made.collector.collect(step, 0).metrics["turns"] > 1
+
+
+def test_a_forked_process_has_threads_of_its_own():
+    begun = Event()
+    environments._threads.start(begun.set)
+    assert begun.wait(60)
+    if not (child := os.fork()):
+        taken = Event()
+        environments._threads.start(taken.set)
+        os._exit(0 if taken.wait(60) else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.parametrize("loss", ["grpo", "ppo"])
