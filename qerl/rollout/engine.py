@@ -56,9 +56,8 @@ def steps_between_looks(weight_bytes: int) -> int:
     return min(max(round(_LOOK_BYTES / weight_bytes), 1), MOST_STEPS)
 
 
-#: Seconds for which an engine without sequences to decode waits for replies before it looks again, and after the first
-#: ones for more: those of turns that ended together come together, and one pass takes less than two and a step between.
-_REPLY_WAIT, _FURTHER_WAIT = 0.01, 0.005
+#: Seconds for which an engine without sequences to decode waits for replies before it looks again.
+_REPLY_WAIT = 0.01
 
 
 @dataclass
@@ -488,11 +487,7 @@ class Scheduler:
         self._idled += len(self._replied) * self._look_every
         for run in dict.fromkeys(run for run, _ in self._waiting):
             params = self._requests[run].params
-            replies = params.turns.replies(_REPLY_WAIT * idle) if params.turns else []
-            if params.turns and idle and 0 < len(replies) < len(self._waiting):
-                time.sleep(_FURTHER_WAIT)
-                replies = [*replies, *params.turns.replies(0.0)]
-            for number, completion, reply in replies:
+            for number, completion, reply in params.turns.replies(_REPLY_WAIT * idle) if params.turns else ():
                 sequence, idle = self._waiting[run, number * params.count + completion], False
                 if not sequence.goes_on(reply, sequence.most):
                     self._finish(sequence)
