@@ -322,7 +322,7 @@ def test_releases_that_were_not_tested_are_refused(monkeypatch):
     from qerl.rollout import vllm_worker
 
     monkeypatch.setattr(vllm, "__version__", "0.29.1")
-    with pytest.raises(ConfigError, match=r"0\.24 or 0\.31 or 0\.32, but vLLM 0\.29\.1 is installed"):
+    with pytest.raises(ConfigError, match=r"0\.24 or 0\.31 or 0\.32 or 0\.33, but vLLM 0\.29\.1 is installed"):
         importlib.reload(vllm_worker)
 
 
