@@ -486,9 +486,7 @@ class Decoder:
         if in_one and self._copies is not None:
             self._copies()
         for linear in self.linears:
-            if in_one and isinstance(linear, W4Linear):
-                linear.contain()
-            else:
+            if not (in_one and isinstance(linear, W4Linear)):
                 linear.sync()
 
     def reach(self, tokens: int) -> None:
