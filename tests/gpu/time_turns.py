@@ -33,7 +33,7 @@ from qerl.settings.run import NativeSettings
 class Tool:
     """Replies to all turns but the last, after some seconds, without threads that would take the sampler's time.
 
-    `lengths` are those of the turns of each completion of each prompt, of which it begins the first.
+    `lengths` [prompts, completions, turns] are the tokens of each turn. Every completion begins with its first turn.
     """
 
     def __init__(self, lengths: np.ndarray, reply: list[int], latency: float) -> None:
