@@ -113,8 +113,9 @@ def test_products(kind, ranks, backend):
 @pytest.mark.parametrize("ranks", [(4, 40, 16), (8, 0, 64)], ids=str)
 @pytest.mark.parametrize("kind", ["qkv", "gate_up"])
 @torch.no_grad()
-def test_products_of_stacked_runs(kind, ranks, monkeypatch):
-    monkeypatch.setattr(w4a16, "MOST_STACKED_RANKS", 256)
+def test_products_by_runs(kind, ranks, monkeypatch):
+    """As for more ranks than are stacked."""
+    monkeypatch.setattr(w4a16, "MOST_STACKED_RANKS", 0)
     check_products(kind, ranks, W4Linear)
 
 
