@@ -51,15 +51,12 @@ def adapters(draw):
 
 @st.composite
 def noises(draw):
-    mode, per = draw(st.sampled_from([("sampler", "step"), ("consistent", "step"), ("sampler", "completion")]))
     return {
         "schedule": draw(st.sampled_from(SCHEDULES)),
         "sigma_start": 0.1,
         "stages": 3,
-        "mode": mode,
-        "per": per,
+        "mode": draw(st.sampled_from(["sampler", "consistent"])),
         "norms": draw(st.sampled_from([["attention"], ["mlp"], ["attention", "mlp"]])),
-        "placebo": draw(st.booleans()),
     }
 
 

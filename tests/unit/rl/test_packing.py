@@ -15,14 +15,8 @@ from qerl.settings.run import AdapterSettings
 from tests.tiny import tiny_family, tiny_llama, tiny_qwen2, tiny_qwen3
 
 CPU = torch.device("cpu")
-
-
 FAMILIES = ("mistral-sliding", "phi3", "gemma3")
-
-
 MAKERS = {"qwen2": tiny_qwen2, "qwen3": tiny_qwen3, "llama": tiny_llama}
-
-
 MAKERS |= {name: partial(tiny_family, name=name, sliding_window=4) for name in FAMILIES}
 
 

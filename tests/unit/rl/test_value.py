@@ -129,11 +129,7 @@ def test_value_loss_and_its_gradient(seed):
 
 
 CPU = torch.device("cpu")
-
-
 PPO = PPOSettings(rank=4, alpha=8)
-
-
 FORMATS = ["bf16", "nvfp4", "mxfp4", "nf4"]
 
 
