@@ -5,6 +5,8 @@ Elsewhere: noise that never fires or accumulates (test_eager), noise lost to bf1
 (test_policy).
 """
 
+import json
+
 import pytest
 
 from qerl.data.records import Problem
@@ -62,3 +64,20 @@ def test_defect_f_tags_that_are_not_asked_for_are_refused(instruction):
     values = {"format": "math", "origin": {"source": "generated"}, "answer": "tags", "instruction": instruction}
     with pytest.raises(ConfigError, match="answer: tags needs an instruction"):
         parse(DatasetSettings, values, "test")
+
+
+def test_defect_l_the_saved_adapter_lists_its_norms_and_any_rank_runs(make, tmp_path):
+    """Upstream empties modules_to_save of the live configuration and caps the rank at 32."""
+    made = make(adapter={"rank": 128})
+    made.step(1, 0)
+    made.policy.save(tmp_path / "policy")
+    saved = json.loads((tmp_path / "policy/adapter_config.json").read_text())
+    assert set(saved["modules_to_save"]) == {"input_layernorm", "post_attention_layernorm"}
+    assert saved["r"] == 128
+
+
+def test_defect_m_the_seed_takes_effect(make):
+    """Upstream parses --random-state and ignores it."""
+    draws = [make(str(i), seed=seed).collector.collect(1, 0).samples for i, seed in enumerate((0, 0, 1))]
+    tokens = [[(s.prompt, s.completion.token_ids) for s in samples] for samples in draws]
+    assert tokens[0] == tokens[1] != tokens[2]

@@ -56,6 +56,16 @@ def test_advantages_are_the_published_sum(gamma, lam, holes):
     np.testing.assert_allclose(returns.numpy(), (expected + values.double().numpy()) * mask.numpy(), atol=2e-6)
 
 
+def test_advantages_depend_on_nothing_behind_the_last_token_and_carry_no_gradient():
+    rewards, values, mask = ragged(5)
+    expected = gae(rewards, values, mask, 0.9, 0.8)
+    garbage = torch.where(mask.bool(), 0.0, torch.nan)
+    found = gae(rewards + garbage, (values + garbage).requires_grad_(), mask, 0.9, 0.8)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+        assert not one.requires_grad
+
+
 def test_the_reward_stands_at_the_last_token():
     mask = torch.tensor([[1.0, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 0, 1, 0]])
     found = terminal_rewards(torch.tensor([1.0, -2.0, 3.0, 4.0, 5.0]), mask)
