@@ -8,6 +8,7 @@ import operator
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from itertools import chain
@@ -77,6 +78,10 @@ class Problem:
         """The problem with a system message, unless the text is empty or the chat has its own."""
         own = any(role == "system" for role, _ in self.context)
         return self if own or not system else replace(self, context=(("system", system), *self.context))
+
+    def copy(self) -> Problem:
+        """The problem with a record of its own, which code of the user may change without changing later steps."""
+        return replace(self, record=deepcopy(self.record))
 
 
 @dataclass(frozen=True)

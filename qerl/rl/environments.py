@@ -173,7 +173,7 @@ class Conversations:
         """Make and reset the environment of a conversation; returns what it says before the first turn."""
         try:
             conversation.environment = environment = load(self.settings.name)(**self.settings.arguments)
-            start = environment.reset(self.problems[prompt]) or ()
+            start = environment.reset(self.problems[prompt].copy()) or ()
         except Exception as error:
             error.add_note(f"{self._name(prompt, 0)} raised this at its start; mend it, and start again")
             raise

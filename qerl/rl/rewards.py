@@ -75,10 +75,11 @@ def function_parts(
     parts: list[dict[str, float | None]] = [{} for _ in asked]
     for name, function in settings.functions.items() if asked else ():
         key, path, limit = f"reward.functions.{name}", function.function, function.timeout
+        own = [(problem.copy(), answer) for problem, answer in asked]
         if takes_batches(load(path)):
-            values = _of_batch(key, path, limit, asked, step, instruction)
+            values = _of_batch(key, path, limit, own, step, instruction)
         else:
-            values = _of_each(key, path, limit, asked, step)
+            values = _of_each(key, path, limit, own, step)
         for part, value, (problem, _) in zip(parts, values, asked, strict=True):
             part[name] = number_of(value, f"{key} {path}", _where(step, problem))
     return parts

@@ -348,7 +348,7 @@ class Collector:
         for prompt, completions, problem in drawn:
             texts.append([self._text(prompt, completion) for completion in completions])
             of_completions = zip(texts[-1], completions, strict=True)
-            asked += [(problem, Answer(text, c.drawn, limit, c.token_ids)) for text, c in of_completions]
+            asked += [(problem, Answer(text, c.drawn, limit, [*c.token_ids])) for text, c in of_completions]
         own = function_parts(reward, asked, step, task.instruction)
         for name in [name for name in reward.functions if name not in self._silent]:
             if own and all(part[name] is None for part in own):

@@ -63,6 +63,12 @@ class Broken(Sums):
         return {"returns": None, "is silent": Turn()}[self.wait]
 
 
+class Changing(Sums):
+    def reset(self, problem):
+        problem.record["resets"] = problem.record.get("resets", 0) + 1
+        return [{"role": "system", "content": str(problem.record["resets"])}]
+
+
 PATH = f"{__name__}:Sums"
 
 
@@ -183,6 +189,12 @@ def test_errors_name_class_problem_and_turn(checkpoints, tmp_path, environment, 
     assert told in said
     assert f"environment {environment['name']} for problem " in said
     assert "in turn 1" in said
+
+
+def test_what_an_environment_changes_in_its_problem_is_changed_for_no_other(checkpoints, tmp_path):
+    made = run_of(checkpoints, tmp_path, f"{__name__}:Changing")
+    assert len(made.collector.collect(1, 0).samples) == 6
+    assert not any(problem.record for problem in made.collector.task.problems)
 
 
 def test_an_environment_that_cannot_work_is_refused_before_any_work(tmp_path, checkpoints):

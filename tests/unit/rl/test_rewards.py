@@ -101,6 +101,11 @@ def keeps(completions, prompts, completion_ids, answer, **columns):
     seen.update(completions=completions, prompts=prompts, ids=completion_ids, answer=answer, columns=columns)
     return [float(len(ids)) if len(ids) < 9 else None for ids in completion_ids]
 
+def pops(completions, cases, **columns):
+    return [case.pop() for case in cases]
+
+pops_each = lambda answer, problem: problem.record["cases"].pop()
+
 async def waits(completions, **columns):
     await asyncio.sleep(0)
     return torch.arange(len(completions))
@@ -210,6 +215,13 @@ def test_a_reward_of_trl_gets_what_trl_gives_it(module, problem):
         "answer": ["18", "18"],
         "columns": {"level": [2, 2]} if is_chat else {},
     }
+
+
+@pytest.mark.parametrize("name", ["pops", "pops_each"])
+def test_a_reward_that_changes_its_columns_changes_them_for_no_other_completion_or_step(module, name):
+    """As in TRL, which reads each record anew."""
+    problem = parse_record({"prompt": ASKED, "cases": [1, 2, 3]}, "prompt", "here")
+    assert [own(f"{module}:{name}", tokens=(5, 6), problem=problem) for _ in range(2)] == [[3, 3]] * 2
 
 
 def test_rewards_that_wait_run_side_by_side(module):
