@@ -41,6 +41,8 @@ Located = tuple[str, Record]
 
 #: A number with an exponent, which no grader reads.
 _EXPONENT = re.compile(r"-?[0-9.]+[eE][-+]?[0-9]+")
+#: The beginning of a chat that was written as text: by JSON, or by Python, as tables write lists into CSV files.
+_CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*(["'])(?:role|content)\1\s*:""")
 _HASHES_RULE = (
     "`answer` must end in `#### n`, where n is one number such as `1,234.5`, with a known unit or nothing after it "
     "(`units` adds units; for other answers: `format: math`, and `columns` to name `problem` and `answer`)"
@@ -209,7 +211,13 @@ def _chat(record: Mapping[str, Any], where: str) -> list[Message]:
     """The messages of `prompt`, ending with a message of the user; a text is the user's message."""
     prompt = _list(_get(record, "prompt"))
     if not isinstance(prompt, list):
-        return [("user", _text(record, "prompt", where))]
+        text = _text(record, "prompt", where)
+        if _CHAT_AS_TEXT.match(text):
+            raise DataError(
+                f"{where} has a chat as text in `prompt`, as CSV files hold lists; save the records as .jsonl or "
+                ".parquet, in which it is a list of messages"
+            )
+        return [("user", text)]
     chat: list[Message] = []
     for number, message in enumerate(prompt, start=1):
         place = f"{where}, message {number} of `prompt`,"

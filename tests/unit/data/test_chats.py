@@ -107,6 +107,8 @@ def test_chats_are_told_apart_by_all_that_they_say():
         ({"prompt": [{**ASKED, "tool_calls": [1]}]}, r"nothing else; it has .*tool_calls \(list\)"),
         ({"system": "Be long."}, "a system message both in `prompt` and in `system`; keep one"),
         ({"prompt": None}, "an empty `prompt`"),
+        ({"prompt": str([ASKED])}, "has a chat as text in `prompt`"),
+        ({"prompt": json.dumps([SYSTEM, ASKED])}, "has a chat as text in `prompt`"),
     ],
 )
 def test_a_chat_that_cannot_be_asked_is_named(tmp_path, change, message):
