@@ -100,10 +100,11 @@ def chat_text(
             "folder"
         )
     # Jinja ignores variables that a template doesn't read, and so misspelt ones.
-    if unknown := [each for each in given.arguments if not re.search(rf"\b{re.escape(each)}\b", template)]:
+    read = {each for each in given.arguments if re.search(rf"\b{re.escape(each)}\b", template)}
+    if unknown := [each for each in given.arguments if each not in read - {"messages", "add_generation_prompt"}]:
         raise DataError(
-            f"template_arguments: the chat template of {name!r} has no variable {unknown[0]!r}; correct it, or leave "
-            "it out"
+            f"template_arguments: the chat template of {name!r} has no variable {unknown[0]!r} that a data set gives; "
+            "correct it, or leave it out"
         )
     # As a variable of the template it hides the library's function of this name, which reads the clock.
     moment = datetime.datetime.combine(given.date or datetime.date.today(), datetime.time())

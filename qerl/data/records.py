@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, get_args
 
 from qerl.data.grading import Goal, gold, is_correct, is_text, statement
@@ -345,7 +345,7 @@ def distinct(splits: Mapping[Split, Sequence[Row]], record_format: RecordFormat)
         questions: dict[str, list[Row]] = defaultdict(list)
         for row in splits.get(split, []):
             questions[row.problem.id].append(row)
-        rest[split], contradictory = [], []
+        rest[split], contradictory, unlike = [], [], list[str]()
         repeated = held_out = 0
         for id, same in questions.items():
             first, *others = dict.fromkeys(row.problem.answer for row in same)
@@ -354,6 +354,9 @@ def distinct(splits: Mapping[Split, Sequence[Row]], record_format: RecordFormat)
             elif all(is_correct(statement(other, record_format), first, record_format) for other in others):
                 rest[split].append(same[0])
                 repeated += len(same) - 1
+                # Columns that a reward or an environment may read. Answers in another notation differ too.
+                differing = (row for row in same if record_format == "prompt" and row.record != same[0].record)
+                unlike += [f"{same[0].where} and {row.where}" for row in islice(differing, 1)]
             else:  # with the place of the first record of each answer
                 places = {row.problem.answer: row.where for row in reversed(same)}
                 shown = [f"{places[answer]} ({answer[:40]})" for answer in (first, *others)]
@@ -361,6 +364,12 @@ def distinct(splits: Mapping[Split, Sequence[Row]], record_format: RecordFormat)
         seen |= questions.keys()
         if repeated:
             log.info("split %s: dropped %d records that repeat a question", split, repeated)
+        if unlike:
+            log.warning(
+                "split %s: %d of these questions were repeated with other columns, of which the first record's stay; "
+                "have them differ in `prompt`: %s",
+                *(split, len(unlike), "; ".join(unlike[:_NAMED])),
+            )
         if held_out:
             log.info("split %s: dropped %d records whose question is in another split, held out there", split, held_out)
         if contradictory:

@@ -81,8 +81,9 @@ def test_prompts_are_what_the_template_makes_of_the_chat(tmp_path, tokenizer, ke
 
 def test_what_a_template_would_drop_is_an_error(tmp_path, tokenizer):
     problem = parse_record(TRL, "prompt", "here")
-    with pytest.raises(DataError, match="has no variable 'enable_thinkin'; correct it"):
-        prompts_ids(tokenizer, [problem], "", TemplateInput(arguments={"enable_thinkin": False}))
+    for name in ("enable_thinkin", "messages"):  # the template has those, but not from the data set
+        with pytest.raises(DataError, match=f"has no variable '{name}' that a data set gives; correct it"):
+            prompts_ids(tokenizer, [problem], "", TemplateInput(arguments={name: False}))
     write_template(tmp_path, "{{ messages[-1].content }}")
     with pytest.raises(DataError, match="drops the system message"):
         prompts_ids(load_tokenizer(tmp_path), [problem], "")
@@ -93,6 +94,16 @@ def test_chats_are_told_apart_by_all_that_they_say():
     ids = [parse_record({"prompt": chat}, "prompt", "here").id for chat in chats]
     assert len(set(ids)) == 4
     assert ids[0] == parse_record({"problem": "What is 2+3?", "answer": "5"}, "math", "here").id
+
+
+def test_a_chat_that_is_repeated_with_other_columns_is_told(tmp_path, caplog):
+    """A game of one prompt has its state in a column."""
+    prepared(tmp_path, write(tmp_path / "a.jsonl", [TRL, {**TRL, "difficulty": 0.7}, TRL]))
+    assert "1 of these questions were repeated with other columns" in caplog.text
+    assert "a.jsonl, line 1 and " in caplog.text
+    caplog.clear()
+    prepared(tmp_path, write(tmp_path / "a.jsonl", [TRL, TRL]))
+    assert "other columns" not in caplog.text
 
 
 @pytest.mark.parametrize(
