@@ -688,6 +688,11 @@ class RunSettings(Settings):
             raise ValueError(
                 "loss.name=ppo has no value function with adapters of experts; leave experts out of adapter.targets"
             )
+        if not any(self.reward_weights.values()):
+            raise ValueError(
+                "reward has no part with a weight, so that every completion would earn 0; give reward.correct, or one "
+                "of reward.functions, a weight"
+            )
         if self.rollout.group_size == 1 and self.loss.name != "ppo":
             raise ValueError(
                 f"rollout.group_size=1 leaves loss.name={self.loss.name} nothing to compare a completion with; "
