@@ -126,7 +126,7 @@ def where(config: Path, keys: Keys = None) -> None:
 
 def values_of(keys: list[str] | None) -> dict[str, Any]:
     """The values of KEY=VALUE, read as YAML. Raises `ConfigError` for a word of another form."""
-    if wrong := [key for key in keys or [] if "=" not in key]:
+    if wrong := [key for key in keys or [] if "=" not in key or not all(key.partition("=")[0].split("."))]:
         raise ConfigError(f"{wrong[0]!r} is no KEY=VALUE")
     written = dict(key.split("=", 1) for key in keys or [])
     return {key: parse_yaml(value, key) if value else value for key, value in written.items()}

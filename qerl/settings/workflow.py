@@ -425,10 +425,12 @@ class Config(Settings):
 
 
 def merged(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the keys of `override` over it. Nested mappings are merged in the same way."""
+    """`base` with the keys of `override` over it. Nested mappings are merged in the same way, but an empty one
+    replaces what is there: it would else change nothing.
+    """
     result = dict(base)
     for key, value in override.items():
-        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        both = value and isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
         result[key] = merged(result[key], value) if both else value
     return result
 

@@ -75,8 +75,8 @@ def without_objects(
 
 def _by_path(name: str, reward: Any) -> Any:
     """A reward of settings with its function, if it is an object, by path."""
-    if isinstance(reward, Mapping):
-        return {**reward, "function": _by_path(name, reward.get("function"))}
+    if isinstance(reward, Mapping) and "function" in reward:
+        return {**reward, "function": _by_path(name, reward["function"])}
     return path_of(reward, f"reward.functions.{name}") if callable(reward) else reward
 
 

@@ -238,7 +238,7 @@ def test_what_is_written_over_stands_and_the_rest_stays(base, over):
     assert merged(base, {}) == merged({}, base) == merged(base, base) == base
     before, found = copy.deepcopy((base, over)), dict(leaves(merged(base, over)))
     assert (base, over) == before
-    assert all(value == {} or found[place] == value for place, value in leaves(over))  # {} changes nothing
+    assert all(found[place] == value for place, value in leaves(over))
     heads = {place[:length] for place, _ in leaves(over) for length in range(1, len(place) + 1)}
     for place, value in leaves(base):
         assert found.get(place) == value or any(place[:length] in heads for length in range(1, len(place) + 1))

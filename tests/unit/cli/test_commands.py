@@ -82,6 +82,10 @@ def test_keys_of_the_command_line_are_over_those_of_the_file(call, folder):
     assert (settings.rollout.sampling.max_tokens, settings.rollout.group_size, settings.adapter.rank) == (3, 2, 4)
     for words, sentence in {
         ("run.yaml", "steps"): "'steps' is no KEY=VALUE",
+        ("run.yaml", ".rank=3"): "'.rank=3' is no KEY=VALUE",
+        ("run.yaml", "reward.functions.own.weight=2"): "`reward.functions.own.function` is missing",
+        ("run.yaml", "reward={correct: 0, format: 0}", "out=none"): "reward has no part with a weight",
+        ("run.yaml", "dataset.origin={}"): "`dataset.origin.source` is missing",
         ("run", "steps=2"): "is the folder of a run; go on with its file",
         (str(ROOT / "config/mini.yaml"), "steps=2"): "is a configuration of the workflow",
     }.items():
