@@ -16,7 +16,7 @@ from qerl.data.records import Problem
 from qerl.host.imports import load
 from qerl.models.policy import Policy
 from qerl.rl.rewards import number_of
-from qerl.settings.base import ConfigError
+from qerl.settings.base import ConfigError, check_unicode
 from qerl.settings.run import EnvironmentSettings
 
 Message = Mapping[str, str]
@@ -111,7 +111,12 @@ class Conversations:
     @cached_property
     def _starts(self) -> list[Sequence[Message]]:
         """What the environment of each problem's first completion says before the first turn."""
-        return [self._begin(place, self._at(place, 0)) for place in range(len(self.problems))]
+        for place in range(len(self.problems)):
+            self._start((place, 0), partial(self._begin, (place, 0)))
+        starts = dict[int, Any]()
+        while len(starts) < len(self.problems):
+            starts |= {place: start for (place, _), start in self._ended(0.1)}
+        return [starts[place] for place in range(len(self.problems))]
 
     @cached_property
     def _texts(self) -> list[str]:
@@ -133,18 +138,12 @@ class Conversations:
         key = prompt, number
         conversation = self._at(*key)
         text = self.thinking.text(tokens[conversation.begin :], conversation.before or self._texts[prompt])
-        conversation.begin, self._began[key] = len(tokens), time.monotonic()
-        _threads.start(partial(self._work, key, conversation, text))
+        conversation.begin = len(tokens)
+        self._start(key, partial(self._step, key, text))
 
     def replies(self, wait: float) -> list[tuple[int, int, list[int] | None]]:
-        """See `Turns`. Raises what an environment raised, and ConfigError where one exceeds its limit of time."""
-        outcomes: list[tuple[tuple[int, int], Any]] = []
-        try:
-            outcomes.append(self._outcomes.get(block=wait > 0, timeout=wait or None))
-            while True:
-                outcomes.append(self._outcomes.get_nowait())
-        except Empty:
-            pass
+        """See `Turns`. Raises what `_ended` raises."""
+        outcomes = self._ended(wait)
         texts = [self._reply(key, outcome) for key, outcome in outcomes]
         ids = iter(texts_ids(self.policy.tokenizer, [text for text in texts if text is not None]))
         replies = []
@@ -153,13 +152,6 @@ class Conversations:
             conversation = self._of[prompt, number]
             conversation.before, conversation.begin = text or "", conversation.begin + len(reply or ())
             replies.append((prompt, number, reply))
-        limit, now = self.settings.timeout, time.monotonic()
-        for key, began in self._began.items():
-            if limit is not None and now - began > limit:
-                raise ConfigError(
-                    f"{self._name(*key)} wasn't done after {limit:g} s; mend it, or raise environment.timeout: then "
-                    "the run goes on from its last checkpoint"
-                )
         return replies
 
     def _at(self, prompt: int, number: int) -> Conversation:
@@ -169,37 +161,67 @@ class Conversations:
         turn = self._at(prompt, number).turns + 1
         return f"environment {self.settings.name} for problem {self.problems[prompt].id} in turn {turn}"
 
-    def _begin(self, prompt: int, conversation: Conversation) -> Sequence[Message]:
+    def _begin(self, key: tuple[int, int]) -> list[dict[str, str]]:
         """Make and reset the environment of a conversation; returns what it says before the first turn."""
-        try:
-            conversation.environment = environment = load(self.settings.name)(**self.settings.arguments)
-            start = environment.reset(self.problems[prompt].copy()) or ()
-        except Exception as error:
-            error.add_note(f"{self._name(prompt, 0)} raised this at its start; mend it, and start again")
-            raise
-        return _messages(start, f"reset of {self.settings.name}")
+        self._at(*key).environment = environment = load(self.settings.name)(**self.settings.arguments)
+        start = environment.reset(self.problems[key[0]].copy())
+        return _messages(() if start is None else start, f"reset of {self.settings.name}")
 
-    def _work(self, key: tuple[int, int], conversation: Conversation, text: str) -> None:
-        """Have an environment reply, in a thread."""
+    def _step(self, key: tuple[int, int], text: str) -> Turn:
+        """Have an environment reply to a turn, and be made before its first one."""
+        conversation = self._at(*key)
+        if conversation.environment is None and self._begin(key) != self._starts[key[0]]:
+            raise ValueError("reset gave other messages than for another completion; make them depend on `problem`")
+        assert conversation.environment is not None
+        return conversation.environment.step(text)
+
+    def _start(self, key: tuple[int, int], work: Callable[[], Any]) -> None:
+        """Begin work of an environment in a thread; `_ended` has its outcome."""
+        self._began[key] = time.monotonic()
+        _threads.start(partial(self._work, key, work))
+
+    def _work(self, key: tuple[int, int], work: Callable[[], Any]) -> None:
         began = time.perf_counter()
-        outcome: Turn | BaseException
         try:
-            if conversation.environment is None and self._begin(key[0], conversation) != self._starts[key[0]]:
-                raise ValueError("reset gave other messages than for another completion; make them depend on `problem`")
-            assert conversation.environment is not None
-            outcome = conversation.environment.step(text)
-        except BaseException as error:  # noqa: BLE001 - raised where the reply is awaited
+            outcome = work()
+        except BaseException as error:  # noqa: BLE001 - raised where the outcome is awaited
             outcome = error
-        conversation.seconds += time.perf_counter() - began
+        self._at(*key).seconds += time.perf_counter() - began
         self._outcomes.put((key, outcome))
 
+    def _ended(self, wait: float) -> list[tuple[tuple[int, int], Any]]:
+        """What work has given that has ended, for the first of which this waits up to `wait` seconds.
+
+        Raises what an environment raised, and ConfigError where one exceeds its limit of time or ends the process.
+        """
+        outcomes: list[tuple[tuple[int, int], Any]] = []
+        try:
+            outcomes.append(self._outcomes.get(block=wait > 0, timeout=wait or None))
+            while True:
+                outcomes.append(self._outcomes.get_nowait())
+        except Empty:
+            pass
+        for key, outcome in outcomes:
+            del self._began[key]
+            if isinstance(outcome, SystemExit):
+                raise ConfigError(
+                    f"{self._name(*key)} ended the process with code {outcome.code!r}; raise an error there"
+                ) from outcome
+            if isinstance(outcome, BaseException):
+                outcome.add_note(f"{self._name(*key)} raised this; mend it, or what it depends on, and start again")
+                raise outcome
+        limit, now = self.settings.timeout, time.monotonic()
+        for key, began in self._began.items():
+            if limit is not None and now - began > limit:
+                raise ConfigError(
+                    f"{self._name(*key)} wasn't done after {limit:g} s; mend it, or raise environment.timeout: then "
+                    "the run goes on from its last checkpoint"
+                )
+        return outcomes
+
     def _reply(self, key: tuple[int, int], outcome: Any) -> str | None:
-        """The text up to the policy's next turn; None if there is none. Raises the outcome if it is an error."""
+        """The text up to the policy's next turn; None if there is none."""
         name, conversation = self._name(*key), self._of[key]
-        del self._began[key]
-        if isinstance(outcome, BaseException):
-            outcome.add_note(f"{name} raised this; mend it, or what it depends on, and start again")
-            raise outcome
         if not isinstance(outcome, Turn):
             raise ConfigError(f"{name} returned {outcome!r} from step; return a qerl.rl.environments.Turn")
         conversation.reward += number_of(outcome.reward, name, "") or 0.0
@@ -215,7 +237,10 @@ class Conversations:
 
 def _messages(messages: Sequence[Message], name: str) -> list[dict[str, str]]:
     """Messages of an environment that are well-formed."""
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        raise ConfigError(f"{name} gave the messages {messages!r}; give a list of {{'role': ..., 'content': ...}}")
     for message in messages:
         if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise ConfigError(f"{name} gave the message {message!r}; give {{'role': ..., 'content': ...}}, both texts")
+        check_unicode(message["content"], f"{name}: the content of a message")
     return [dict(message) for message in messages]

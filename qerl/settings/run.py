@@ -247,8 +247,8 @@ class EnvironmentSettings(Settings):
     turns: PositiveInt = 8
     """Most turns of the policy in a completion."""
     timeout: Annotated[float, Field(gt=0)] | None = 300.0
-    """Seconds that a reply may take before it stops the run; a start with a higher limit continues. None sets no
-    limit."""
+    """Seconds that a reset or a reply may take before it stops the run; a start with a higher limit continues. None
+    sets no limit."""
     weight: float = 1.0
     """Weight of the sum of the turns' rewards, beside the weights of `reward`."""
 

@@ -1,6 +1,7 @@
 """Environments of a run: what they reply, what a conversation earns, and what is told of their mistakes."""
 
 import os
+import sys
 import time
 from threading import Barrier, Event
 
@@ -60,7 +61,17 @@ class Broken(Sums):
     def step(self, text):
         if self.wait == "raises":
             raise ZeroDivisionError
-        return {"returns": None, "is silent": Turn()}[self.wait]
+        if self.wait == "exits":
+            sys.exit(3)
+        half = Turn([{"role": "tool", "content": "\ud800"}])
+        return {"returns": None, "is silent": Turn(), "has no list": Turn(None), "is no text": half}[self.wait]
+
+
+class Unready(Sums):
+    """Needs longer to begin than a reply may take."""
+
+    def reset(self, problem):
+        Event().wait(60)
 
 
 class Changing(Sums):
@@ -179,7 +190,11 @@ def test_a_run_learns_from_its_turns_and_stores_them(checkpoints, tmp_path, loss
         ({"name": f"{__name__}:Broken", "arguments": {"wait": "raises"}}, ZeroDivisionError, "in turn 1 raised this"),
         ({"name": f"{__name__}:Broken", "arguments": {"wait": "returns"}}, ConfigError, "returned None from step"),
         ({"name": f"{__name__}:Broken", "arguments": {"wait": "is silent"}}, ConfigError, "gave no messages"),
+        ({"name": f"{__name__}:Broken", "arguments": {"wait": "has no list"}}, ConfigError, "gave the messages None"),
+        ({"name": f"{__name__}:Broken", "arguments": {"wait": "is no text"}}, ConfigError, "half of a surrogate pair"),
+        ({"name": f"{__name__}:Broken", "arguments": {"wait": "exits"}}, ConfigError, "ended the process with code 3"),
         ({"name": PATH, "arguments": {"wait": 5}, "timeout": 0.05}, ConfigError, "wasn't done after 0.05 s"),
+        ({"name": f"{__name__}:Unready", "timeout": 0.05}, ConfigError, "wasn't done after 0.05 s"),
     ],
 )
 def test_errors_name_class_problem_and_turn(checkpoints, tmp_path, environment, error, told):
