@@ -137,7 +137,7 @@ class Task:
             if not held_out:
                 raise DataError(
                     "validation.every scores on held-out problems, and the data set has no split validation; give it "
-                    "one (origin.validation_fraction), or leave validation out"
+                    "one (of one list of records, origin.validation_fraction divides it off), or leave validation out"
                 )
         form = meta.answer, tuple(meta.units), meta.thinking, TemplateInput.of(meta)
         return Task(read_split(data, "train"), meta.format, meta.instruction, *form, tuple(held_out))

@@ -90,9 +90,8 @@ class Watch:
         text = " ".join(group.texts[0].split())
         shown = text if len(text) <= _SHOWN else f"... {text[-_SHOWN:]}"
         wanted = statement(group.problem.answer, self.task.format, self.task.answer)
-        message = (
-            f"step {step}: {what}. The grader wants {wanted!r}, a completion is {shown!r}. {self._remedy(rollout)}"
-        )
+        graded = f"The grader wants {wanted!r}, a" if self._grades_answers else "A"
+        message = f"step {step}: {what}. {graded} completion is {shown!r}. {self._remedy(rollout)}"
         if self.settings.on_no_signal == "stop":
             raise NoSignalError(message)
         if writes:
@@ -185,13 +184,14 @@ def headline(row: Mapping[str, float]) -> str:
     rate = row["completion_tokens"] / row["seconds/step"]
     said = f"reward {row['reward']:.3f}, length {row['completion_length']:.0f}, {kl}, {rate:,.0f} tokens/s"
     if "validation/pass@1" in row:
-        said += f", held-out pass@1 {row['validation/pass@1']:.3f} in {row['seconds/validation']:.0f} s"
+        said += f", held-out pass@1 {row['validation/pass@1']:.3f}, reward {row['validation/reward']:.3f}"
+        said += f" in {row['seconds/validation']:.0f} s"
     return said
 
 
 def best_step(rows: list[dict[str, float]], measure: str) -> int | None:
-    """The first step with the highest score; None if there is no score yet."""
-    scored = [row for row in rows if measure in row]
+    """The first step with the highest score; None if there is no score yet. NaN, of no known reward, is none."""
+    scored = [row for row in rows if not math.isnan(row.get(measure, math.nan))]
     return int(max(scored, key=lambda row: row[measure])["step"]) if scored else None
 
 

@@ -82,6 +82,12 @@ def check_runs(model: Path, runs: Iterable[tuple[Path, RunSettings]]) -> None:
                 f"{run.reward.correct:g} compares completions with; name its column in `columns`, or set "
                 "reward.correct to 0"
             )
+        unscored, validation = sum(not problem.answer for problem in task.held_out), run.validation
+        if unscored and validation.measure == "pass@1" and (validation.keep == "best" or validation.patience):
+            raise DataError(
+                f"{unscored} of {len(task.held_out)} held-out problems state no answer, and validation.measure=pass@1 "
+                "compares policies by right answers; set validation.measure to reward"
+            )
         if (line := Thinking(tokenizer, task.thinking, task.given).summary) not in lines:
             log.info("%s", line)
             lines.add(line)

@@ -72,6 +72,7 @@ def test_a_first_step_without_a_readable_answer_causes_one_warning(caplog):
 def test_equal_rewards_for_several_steps_cause_a_warning_with_a_remedy(caplog, drawn, changes, remedy):
     assert len(said(caplog, [drawn] * 9, **changes)) == 1
     assert remedy in caplog.text
+    assert ("The grader wants" in caplog.text) == ("reward" not in changes)
 
 
 def test_rewards_that_differ_now_and_then_are_no_cause_for_a_warning(caplog):

@@ -1,12 +1,14 @@
 """Scores on held-out problems while a policy trains: against greedy decoding by Transformers, and what they decide."""
 
+import math
+
 import pytest
 import torch
 
 from qerl.data.records import DataError, Problem
 from qerl.data.sources import prepare
 from qerl.rl.rollouts import Task
-from qerl.rl.train import Trainer, make_policy
+from qerl.rl.train import Trainer, best_step, make_policy
 from qerl.rollout.eager import EagerSampler
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.data import DatasetSettings
@@ -100,6 +102,13 @@ def test_a_run_ends_at_a_plateau(checkpoints, tmp_path):
     rows = trainer(checkpoints, tmp_path, steps=9, validation=validation).run()
     assert scores(rows, "validation/pass@1") == {1: 0, 2: 0, 3: 0}
     assert len(trainer(checkpoints, tmp_path, steps=9, validation=validation).run()) == 3
+
+
+def test_a_score_without_a_reward_is_not_the_best():
+    """Python's `max` keeps a NaN that comes first."""
+    rows = [{"step": step, "validation/reward": score} for step, score in enumerate((math.nan, 1.0, 2.0, math.nan), 1)]
+    assert best_step(rows, "validation/reward") == 3
+    assert best_step(rows[:1], "validation/reward") is None
 
 
 def test_mistakes_are_named(tmp_path):

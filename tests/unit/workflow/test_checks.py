@@ -90,14 +90,21 @@ def test_problems_left_out_and_fewer_than_a_step_draws_are_told(settings, model,
 def test_prompts_without_answers_are_no_problems_for_the_grader(model, tmp_path):
     lines = [json.dumps({"prompt": f"Say {n}.", "answer": "1" if n < 3 else None}) for n in range(8)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    for split, shares in {"train": (0, 0), "test": (0, 1)}.items():
+    for split, shares in {"train": (0, 0), "test": (0, 1), "scored": (0.5, 0)}.items():
         origin = {"source": "local", "path": str(tmp_path / "a.jsonl")}
         origin |= {"validation_fraction": shares[0], "test_fraction": shares[1]}
         prepare(parse(DatasetSettings, {"format": "prompt", "origin": origin}, ""), tmp_path / split)
     values = {"model": "m", "dataset": "d", "rollout": {"sampling": {"max_tokens": 4}}}
     with pytest.raises(DataError, match=r"5 of 8 training problems state no answer, which reward\.correct=1"):
         check_runs(model, [(tmp_path / "train", parse(RunSettings, values, ""))])
-    check_runs(model, [(tmp_path / "train", parse(RunSettings, values | {"reward": {"correct": 0}}, ""))])
+    values |= {"reward": {"correct": 0}}
+    check_runs(model, [(tmp_path / "train", parse(RunSettings, values, ""))])
+    for keys in ({"keep": "best"}, {"patience": 2}):
+        best = values | {"validation": {"every": 1, **keys}}
+        with pytest.raises(DataError, match=r"2 of 4 held-out problems state no answer, .*measure=pass@1"):
+            check_runs(model, [(tmp_path / "scored", parse(RunSettings, best, ""))])
+    best["validation"]["measure"] = "reward"
+    check_runs(model, [(tmp_path / "scored", parse(RunSettings, best, ""))])
     evaluation = parse(EvaluationSettings, {"tasks": [{"dataset": "d", "harness": "qerl"}]}, "")
     with pytest.raises(EvaluationError, match=r"5 of 8 test problems .* state no answer to compare"):
         check_evaluation(model, evaluation, {"d": tmp_path / "test"})
