@@ -31,7 +31,6 @@ from qerl.checkpoints.files import (
     check_checkpoint,
     context_length,
     stock_loading,
-    weight_files,
 )
 from qerl.data.hub import hub_unreachable
 from qerl.data.sources import (
@@ -48,21 +47,19 @@ from qerl.data.sources import (
 from qerl.host.console import log, quiet
 from qerl.host.imports import check_installed
 from qerl.host.lease import alone, join_free_memory, own_lock
-from qerl.host.provenance import check_writable, make_folder, write_text, writing
+from qerl.host.provenance import check_writable, make_folder, writing
 from qerl.jobs import DataJob, QuantizeJob, TrainJob
 from qerl.results import paths
 from qerl.results.schema import (
     Dose,
-    MergedExport,
     OwnEvaluationResult,
     PreparedDataset,
-    Provenance,
     RunResult,
     SampleRow,
 )
-from qerl.results.store import read, read_rows, write
+from qerl.results.store import read, read_rows
 from qerl.settings.base import SEEDS, ConfigError, PathLike, check_count, check_unicode, parse, path_argument
-from qerl.settings.data import AnswerForm, DatasetSettings, Split
+from qerl.settings.data import AnswerForm, DatasetSettings
 from qerl.settings.models import FORMATS, Base, MergedFormat, PackedFormat
 from qerl.settings.run import EngineSettings, RunFile, SamplingSettings
 from qerl.settings.workflow import STOCK_TASKS, EvaluationSettings, StockTask, TaskSettings, harness_of
@@ -494,88 +491,34 @@ def _problem_folder(problems: Problems, form: Mapping[str, Any], out: Path) -> P
     return out / paths.DATA
 
 
-# Exports of finished runs: a base with an adapter for stock vLLM, or one checkpoint with its measured loss.
-
-#: The most problems on which the loss of a merge is measured.
-LOSS_PROBLEMS = 64
+# Exports of finished runs: a base with an adapter for stock vLLM, or one checkpoint.
 
 
-def export(run: PathLike, out: PathLike) -> Path:
+def export(run: PathLike, out: PathLike, merged: MergedFormat | None = None) -> Path:
     """Write a finished run's policy into the new folder `out` for stock vLLM: a checkpoint `base`, a LoRA `adapter`.
 
     Trained norms, which no engine takes as an adapter, are in the base, in float32: an engine that computes in 16 bits
-    rounds them as it loads them.
+    rounds them as it loads them. With `merged`, `out` is one checkpoint in place of both. All its tensors are bfloat16,
+    and with `nvfp4` the linear layers of the blocks are then rounded to NVFP4.
     """
-    trained, target = _with_adapter(run), path_argument(out, "out")
-    check_writable(target)
-    check_checkpoint(trained.checkpoint)
-    from qerl.models.export import export as write_parts
-
-    write_parts(trained.checkpoint, trained.adapter, target)
-    return target
-
-
-def export_merged(
-    run: PathLike,
-    out: PathLike,
-    weights: MergedFormat = "bf16",
-    *,
-    problems: int = LOSS_PROBLEMS,
-    split: Split = "validation",
-) -> MergedExport:
-    """Merge a finished run's policy into one checkpoint in the new folder `out`, and measure what that costs.
-
-    All tensors are bfloat16; with `nvfp4` the linear layers of the blocks are then rounded to NVFP4. `problems` of the
-    run's `split` are asked (`qerl.results.schema.MergeLoss`). The loss is in merged.json and in the card.
-    Both models are in memory for it.
-    """
-    trained, target = _with_adapter(run), path_argument(out, "out")
-    if weights != "bf16":
+    trained, target = Run(path_argument(run, "run")), path_argument(out, "out")
+    check_finished(trained)
+    if trained.settings.method == "full":
+        raise ConfigError(f"{run} was trained in full: {trained.adapter} is a checkpoint already, which vLLM loads")
+    if merged == "nvfp4":
         check_installed("train")
     if target.exists():
         raise CheckpointError(f"{target} exists already; remove it or give another folder")
     check_writable(target)
     check_checkpoint(trained.checkpoint)
-    check_count(problems, "problems")
-    rows = read_meta(trained.data).rows
-    if not rows[split]:
-        others = ", ".join(name for name in ("validation", "test") if rows[name])  # type: ignore[index]
-        raise ConfigError(f"{trained.data} has no {split} problems to measure on; give another split ({others})")
-    make_folder(target, lambda folder: _write_merged(trained, folder, weights, split, problems))
-    return read(MergedExport, target / paths.MERGED)
-
-
-def _with_adapter(run: PathLike) -> Run:
-    """The finished run, which has an adapter."""
-    trained = Run(path_argument(run, "run"))
-    check_finished(trained)
-    if trained.settings.method == "full":
-        raise ConfigError(f"{run} was trained in full: {trained.adapter} is a checkpoint already, which vLLM loads")
-    return trained
-
-
-def _write_merged(run: Run, folder: Path, weights: MergedFormat, split: Split, problems: int) -> None:
-    from qerl.evals.divergence import merge_loss
-    from qerl.models.adapter_files import CARD
+    from qerl.models.export import export as write_parts
     from qerl.models.export import merge
-    from qerl.publishing import merged_card
 
-    merge(run.checkpoint, run.adapter, folder, weights)
-    policies = load(run.folder), load(folder, run.settings.dtype)
-    # The default evaluation by the grader of training, with the run's length of completions and dtype.
-    task = {"dataset": _TASK, "harness": "qerl", "split": split}
-    sampling = {"max_tokens": run.settings.rollout.sampling.max_tokens}
-    settings = _evaluation_settings(task, None, 0, run.settings.dtype, sampling, sleep=True)
-    result = MergedExport(
-        run=run.folder.resolve().name,
-        base_weights=run.settings.weights,
-        weights=weights,
-        size_bytes=sum(path.stat().st_size for path in weight_files(folder)),
-        loss=merge_loss(*policies, run.data, settings, problems),
-        provenance=Provenance.of_now(),
-    )
-    write(folder / paths.MERGED, result)
-    write_text(folder / CARD, merged_card(facts_of(run), result, folder.name))
+    if merged:
+        make_folder(target, lambda folder: merge(trained.checkpoint, trained.adapter, folder, merged))
+    else:
+        write_parts(trained.checkpoint, trained.adapter, target)
+    return target
 
 
 # Publishing of a finished run on the hub: its adapter with a card, scores and metrics.

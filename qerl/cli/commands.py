@@ -367,17 +367,13 @@ def export(
     merged: Annotated[
         api.MergedFormat | None, typer.Option(help="Merge the adapter into one checkpoint of this format.")
     ] = None,
-    problems: Annotated[
-        int, typer.Option(min=1, help="With --merged: the most problems on which its loss is measured.")
-    ] = api.LOSS_PROBLEMS,
-    split: Annotated[api.Split, typer.Option(help="With --merged: the split of these problems.")] = "validation",
 ) -> None:
     """Export a trained policy for stock vLLM: a base with the trained norms and a LoRA adapter, or one checkpoint."""
-    if merged:
-        _export_merged(run, out, merged, problems, split)
-        return
     with quiet():
-        made = api.export(run, out)
+        made = api.export(run, out, merged)
+    if merged:
+        _print_command(["vllm", "serve", str(made)])
+        return
     from qerl.models.export import lora_room
 
     rank = str(lora_room(api.Run(run).settings.adapter.rank))
@@ -407,24 +403,6 @@ def publish(
     print_table(title, [{"file": name, "bytes": str(size)} for name, size in said.files.items()])
     for note in said.notes:
         console().print(Text(wrapped(f"note: {note}", console())), soft_wrap=True)
-
-
-def _export_merged(run: Path, out: Path, merged: api.MergedFormat, problems: int, split: api.Split) -> None:
-    with quiet():
-        result = api.export_merged(run, out, merged, problems=problems, split=split)
-    loss = result.loss
-    measures: dict[str, Interval] = {
-        "KL, nats per token": loss.kl,
-        "accuracy with adapter": loss.accuracy,
-        "accuracy merged": loss.accuracy_merged,
-        "difference": loss.difference,
-    }
-    rows = [
-        {"measure": name, "mean": f"{value.mean:.3g}", "95 % interval": f"{value.low:.3g} to {value.high:.3g}"}
-        for name, value in measures.items()
-    ]
-    print_table(f"{out}: loss of the merge, on {loss.problems} {loss.split} problems x {loss.repeats}", rows)
-    _print_command(["vllm", "serve", str(out)])
 
 
 def _print_command(command: list[str]) -> None:

@@ -108,6 +108,7 @@ def test_export_writes_what_stock_libraries_load(call, folder, capsys, monkeypat
     torch.testing.assert_close(stock(input_ids=ids).logits, qerl.Run(folder / "run").policy.lm(ids).logits)
     for arguments, sentence in {
         ("run", "exported"): "exported exists already",
+        ("run", "exported", "--merged", "bf16"): "exported exists already",
         ("model", "other"): "model is not the folder of a run: it has no run.yaml",
     }.items():
         monkeypatch.setattr(sys, "argv", ["qerl", "export", *arguments])
@@ -117,11 +118,13 @@ def test_export_writes_what_stock_libraries_load(call, folder, capsys, monkeypat
     assert sorted(path.name for path in (folder / "exported").iterdir()) == ["adapter", "base"]
 
 
-def test_export_merged_prints_its_loss_and_how_to_serve_it(call, folder):
-    said = call("export", "run", "merged", "--merged", "bf16", "--problems", "2")
-    stored = json.loads((folder / "merged/merged.json").read_text())["loss"]
-    assert f"{stored['kl']['mean']:.3g}" in said
-    assert (stored["problems"], said.splitlines()[-1]) == (2, "vllm serve merged")
+@torch.no_grad()
+def test_a_merged_export_is_one_checkpoint_for_stock_libraries(call, folder):
+    """Trained norms are in it; other bases and formats: `tests/parity/test_merge_parity.py`."""
+    assert call("export", "run", "merged", "--merged", "bf16").splitlines()[-1] == "vllm serve merged"
+    stock = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype=torch.float32)
+    ids, policy = torch.tensor([[5, 6, 7]]), qerl.Run(folder / "run").policy
+    torch.testing.assert_close(stock(ids).logits, policy.lm(ids).logits, atol=2e-3, rtol=0)
 
 
 def test_publish_shows_what_would_go(call, folder):
