@@ -263,8 +263,6 @@ class Experiment(Settings):
     failure a row of the tables. To try such a run again, delete its folder `train/<run>` in the results."""
     time_limit: Annotated[float, Field(gt=0)] | None = None
     """Hours that the steps of a run may take in all attempts together. A start with a higher limit continues."""
-    omitted: dict[str, str] = {}
-    """Arms of the paper that this experiment leaves out, each with the reason. `qerl plan` shows them."""
 
     @field_validator("base")
     @classmethod
@@ -346,9 +344,6 @@ class Config(Settings):
     run has a job of its own. It decides no result."""
     track: list[TrackerName] = []
     """Trackers of all runs whose experiment doesn't name its own."""
-    fit_to_model: bool = False
-    """Choose missing settings of runs and evaluation by the size and context of each experiment's local checkpoint, and
-    by whether there is a GPU, in place of the defaults below."""
     model: FilePath | None = None
     """Checkpoint folder for every run, given on the command line."""
     problems: FilePath | None = None

@@ -5,30 +5,25 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import math
 import os
 import re
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qerl.checkpoints.files import context_length, read_config, read_headers
 from qerl.checkpoints.shapes import PUBLISHED, SIZES, has_packed_experts_alone, shape_of
 from qerl.data.hub import check_pinned, with_locked_revisions
-from qerl.host.lease import devices
 from qerl.host.provenance import check_clock
 from qerl.jobs import Plan, PlannedEvaluation, PlannedRun
 from qerl.report_jobs import PointJob
 from qerl.results.paths import measured_file
 from qerl.results.speeds import SCHEMAS, GrpoStepResult, Measurement
 from qerl.results.store import read
-from qerl.settings.base import ConfigError, can_name_a_file, check_kind, parse, read_yaml
+from qerl.settings.base import ConfigError, check_kind, parse, read_yaml
 from qerl.settings.data import DatasetSettings
 from qerl.settings.models import Base, LocalModel
 from qerl.settings.run import RunSettings
-from qerl.settings.workflow import Config, Experiment, RolloutBench, TaskSettings, flat, harness_of, merged, nested
+from qerl.settings.workflow import Config, Experiment, RolloutBench, TaskSettings, harness_of, merged, nested
 from qerl.settings.workloads import EngineStep, PointPart, ShapesSettings
 from qerl.workflow.checks import (
     check_engines,
@@ -93,109 +88,6 @@ def _path_hash(*paths: Path | None) -> str:
     """Eight hexadecimal digits that identify paths, relative to the working directory, which also has the results."""
     lie = [os.path.relpath(path.resolve()) if path else "" for path in paths]
     return hashlib.sha256("\0".join(lie).encode()).hexdigest()[:8]
-
-
-# The choice of settings for a user's model, by its checkpoint.
-#
-# The choices are rules of thumb for a first run that fits into memory and learns. Keys in the configuration override
-# them.
-
-#: (least number of parameters, learning rate of LoRA): the paper's for large models, higher ones for smaller models.
-_LEARNING_RATES = ((1e9, 1e-5), (1e8, 3e-5), (0, 1e-4))
-#: The most tokens of a completion, if the context has room for them and for a prompt of the same length.
-_MAX_TOKENS = 1024
-_MAX_TOKENS_CPU = 256
-
-
-@dataclass(frozen=True)
-class Traits:
-    """The properties of a model and machine on which the choices depend."""
-
-    parameters: int
-    context: int | None
-    gpu: bool
-
-
-def traits(folder: Path) -> Traits:
-    """The traits of a checkpoint on this machine, from its headers. Raises CheckpointError for another folder."""
-    context = context_length(read_config(folder))
-    parameters = sum(math.prod(tensor.shape) for tensor in read_headers(folder).values())
-    return Traits(parameters, context, bool(devices()))
-
-
-def chosen(of: Traits) -> dict[str, Any]:
-    """The chosen settings: `run` for a run, `evaluation` for the evaluation."""
-    limit = _MAX_TOKENS if of.gpu else _MAX_TOKENS_CPU
-    max_tokens = limit if of.context is None else min(limit, of.context // 2)
-    dtype = "bfloat16" if of.gpu else "float32"
-    rate = next(rate for least, rate in _LEARNING_RATES if of.parameters >= least)
-    prompts, group_size, steps, tokens = (16, 8, 200, 16384) if of.gpu else (4, 4, 30, 2048)
-    return {
-        "run": {
-            "dtype": dtype,
-            "steps": steps,
-            "optimizer": {"learning_rate": rate},
-            "rollout": {"prompts": prompts, "group_size": group_size, "sampling": {"max_tokens": max_tokens}},
-            "micro_batch_tokens": tokens,
-            "gradient_checkpointing": "auto",
-        },
-        "evaluation": {"dtype": dtype, "sampling": {"max_tokens": max_tokens}, "repeats": 4 if of.gpu else 1},
-    }
-
-
-def fitted(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration's values. With `fit_to_model`, missing ones are chosen by each experiment's model."""
-    experiments = values.get("experiments")
-    if values.get("fit_to_model") is not True or not isinstance(experiments, Mapping):
-        return dict(values)
-    if values.keys() - Config.model_fields.keys():  # validation names the key, such as a misspelt `model`
-        return dict(values)
-    result, shortest = dict(values), None
-    fitting: dict[str, Any] = {}
-    for name, experiment in experiments.items():
-        folder = _folder(values, experiment)
-        if not isinstance(folder, (str, Path)):  # validation names the key of a number
-            return dict(values)
-        of = traits(can_name_a_file(Path(folder)))
-        fitting[name] = merged({"base": chosen(of)["run"]}, experiment)
-        shortest = of if shortest is None or (of.context or math.inf) < (shortest.context or math.inf) else shortest
-    evaluation = chosen(shortest)["evaluation"] if shortest else {}
-    return {**result, "experiments": fitting, "evaluation": merged(evaluation, values.get("evaluation") or {})}
-
-
-# `model=` and `problems=` become part of the name with a hash of their path, so that m/qwen2 and m2/qwen2 have folders
-# of their own.
-def _folder(values: Mapping[str, Any], experiment: Any) -> Any:
-    base = experiment.get("base") if isinstance(experiment, Mapping) else None
-    models = values.get("models")
-    name = base.get("model") if isinstance(base, Mapping) else None
-    model = models.get(name) if isinstance(models, Mapping) else None
-    path = values.get("model") or (model.get("path") if isinstance(model, Mapping) else None)
-    if not path:
-        raise ConfigError(
-            "fit_to_model chooses settings by a local checkpoint: give one as `model=FOLDER` (make: MODEL=FOLDER), or "
-            "as the `model` of each experiment, with source: local"
-        )
-    return path
-
-
-def fitting(plan_: Plan) -> list[str]:
-    """Lines for the user: the traits of each model by which settings were chosen, and the values of their keys."""
-    if not plan_.config.fit_to_model:
-        return []
-    lines: list[str] = []
-    for name, run in {run.settings.model: run for run in reversed(plan_.runs.values())}.items():
-        model = plan_.config.models[name]
-        assert isinstance(model, LocalModel)
-        of = traits(model.path)
-        where = "with a GPU" if of.gpu else "without a GPU"
-        length = "a context of unknown length" if of.context is None else f"a context of {of.context} tokens"
-        values = flat(run.settings.model_dump())
-        lines += [
-            f"{model.path}: {of.parameters / 1e9:.3g} billion parameters, {length}, {where}; settings for that:",
-            *(f"  {key}: {values[key]}" for key in flat(chosen(of)["run"])),
-        ]
-    return [*lines, f"{len(plan_.runs)} runs, results in {plan_.folder}"]
 
 
 # The runs of an experiment: one for each arm and point of its grid.
@@ -332,7 +224,7 @@ def plan_from(given: Mapping[str, Any], default: Path, files: Sequence[Path] = (
     if values.get("protocol", "paper") != "paper":
         where += f" with protocol {values['protocol']}"
     try:
-        plan_ = plan(with_locked_revisions(parse(Config, fitted(values), "")))
+        plan_ = plan(with_locked_revisions(parse(Config, values, "")))
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     check_inputs(plan_)
@@ -464,10 +356,7 @@ def _check_paths(plan: Plan) -> None:
 
 
 def check_start(plan: Plan, workflow: Any) -> None:
-    """Raise ValueError for what jobs would fail with later, as Snakemake (its `workflow`) is about to start them.
-
-    Prints the settings that were chosen by a model.
-    """
+    """Raise ValueError for what jobs would fail with later, as Snakemake (its `workflow`) is about to start them."""
     check_pinned(plan.config, " ".join(map(str, workflow.configfiles)))
     deployment = {str(method) for method in workflow.deployment_settings.deployment_method}
     if "apptainer" in deployment and not os.environ.get("QERL_IMAGE"):
@@ -482,5 +371,3 @@ def check_start(plan: Plan, workflow: Any) -> None:
                 f"experiment {run.experiment}, arm {run.arm}: nodes={run.settings.nodes} needs a cluster; use a "
                 "profile such as profiles/slurm, or set nodes=1"
             )
-    for line in fitting(plan):
-        print(line, file=sys.stderr)
