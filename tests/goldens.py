@@ -47,7 +47,7 @@ RUNS = {
 #: Metrics of time and memory.
 _MEASURED = re.compile(r"seconds|per_second|memory")
 #: What a configuration of the user's own needs.
-OPTIONS = {"config/own.yaml": ("--config", "model=tests/fixtures/gates/policy")}
+OPTIONS = {"config/own.yaml": ("--config", "models={mine: {source: local, path: tests/fixtures/gates/policy}}")}
 #: Targets that make tables and pages of committed results, without a GPU.
 TABLES = {"config/shapes.yaml": (), "config/dose.yaml": ("study_published",)}
 

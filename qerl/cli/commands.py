@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import shlex
 import signal
 import sys
@@ -558,17 +557,8 @@ def error_sentences() -> Iterator[None]:
         sys.exit(128 + signal.SIGKILL)
     except OSError as error:
         if error.errno not in _REMEDIES:
-            try:
-                Path.cwd()
-            except FileNotFoundError:
-                print_error("the working directory doesn't exist any more; change to another one and start again")
-                sys.exit(2)
             raise
         # Whatever writes a file names it, or its folder; what remains is what the command prints.
         where = error.filename or f"the output, or {gettempdir()}"
-        out = sys.__stdout__
-        if not error.filename and out is not None and sys.stdout is out:
-            # Python writes what is left of the output once more as it ends, and would exit with 120.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
         print_error(f"{error.strerror}: {where}; {_REMEDIES[error.errno]} and start again: what is finished stays")
         sys.exit(2)

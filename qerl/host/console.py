@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import re
 import sys
 import threading
 import time
@@ -13,20 +12,16 @@ import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 from textwrap import fill
 from typing import IO, Protocol, TextIO, TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    ProgressColumn,
-    Task,
     TextColumn,
     TimeRemainingColumn,
 )
@@ -110,17 +105,11 @@ def console() -> Console:
 
 
 def wrapped(sentence: str, screen: Console) -> str:
-    """A sentence for a terminal, in lines that end neither within a word nor between a number and its unit.
-
-    Elsewhere it stays one line.
-    """
-    return _filled(sentence, screen.width) if screen.is_terminal else sentence
-
-
-def _filled(sentence: str, width: int) -> str:
-    whole = re.sub(r"(?<=\d) (?=\w|%)", "\0", sentence).splitlines()
-    lines = (fill(line, width, break_long_words=False, break_on_hyphens=False) for line in whole)
-    return "\n".join(lines).replace("\0", " ")
+    """A sentence for a terminal, in lines that don't end within a word. Elsewhere it stays one line."""
+    if not screen.is_terminal:
+        return sentence
+    lines = (fill(line, screen.width, break_long_words=False, break_on_hyphens=False) for line in sentence.splitlines())
+    return "\n".join(lines)
 
 
 class ScreenHandler(logging.Handler):
@@ -225,24 +214,6 @@ T = TypeVar("T")
 LOG_EVERY = 15.0
 
 
-@dataclass(frozen=True)
-class _Sentence:
-    text: str
-
-    def __rich_console__(self, shown: Console, options: ConsoleOptions) -> Iterator[Text]:
-        yield Text(_filled(self.text, options.max_width))
-
-    def __rich_measure__(self, shown: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement.get(shown, options, Text(self.text))
-
-
-class _About(ProgressColumn):
-    """What is said of an item, in lines that end before no unit."""
-
-    def render(self, task: Task) -> _Sentence:
-        return _Sentence(task.fields["about"])
-
-
 class _Bars:
     """The display of all bars: one below the other where several threads have some, since a screen has one display."""
 
@@ -256,10 +227,9 @@ class _Bars:
         with self._lock:
             if self._display is None:
                 whole = Column(no_wrap=True)  # where the line is short, what is said of an item takes several
-                about = Column(overflow="fold")
                 ends = (
                     MofNCompleteColumn(table_column=whole),
-                    _About(table_column=about),
+                    TextColumn("{task.fields[about]}", markup=False, table_column=Column(overflow="fold")),
                     TimeRemainingColumn(table_column=whole),
                 )
                 alone = screen.stderr  # else what libraries print belongs in the log

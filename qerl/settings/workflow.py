@@ -344,10 +344,6 @@ class Config(Settings):
     run has a job of its own. It decides no result."""
     track: list[TrackerName] = []
     """Trackers of all runs whose experiment doesn't name its own."""
-    model: FilePath | None = None
-    """Checkpoint folder for every run, given on the command line."""
-    problems: FilePath | None = None
-    """File of problems for every run, given on the command line."""
 
     @model_validator(mode="before")
     @classmethod

@@ -13,10 +13,10 @@ from typing import Any
 
 from qerl.checkpoints.files import check_base, read_config
 from qerl.data.hub import check_folder
-from qerl.host.imports import check, check_engine, check_environment, check_libraries
+from qerl.host.imports import check_engine, check_functions, check_libraries, check_origin
 from qerl.jobs import Plan, PlannedRun
 from qerl.settings.base import ConfigError, UserError
-from qerl.settings.data import FunctionData, HubData, LocalData, ReasoningGymData
+from qerl.settings.data import HubData, LocalData
 from qerl.settings.models import FORMATS, LocalModel, PretrainSettings
 from qerl.settings.run import FITTED
 from qerl.settings.workflow import DRIFT_BLOCKS, Config, Experiment, RolloutBench, require
@@ -80,23 +80,12 @@ def _widths(model: Any) -> dict[str, int]:
 def check_inputs(plan_: Plan) -> None:
     """Check that local checkpoints, problem files and functions are complete and readable."""
     config = plan_.config
-    origins = [dataset.origin for dataset in config.datasets.values()]
-    rewards = {
-        each.function: name for run in plan_.runs.values() for name, each in run.settings.reward.functions.items()
-    }
-    data = [origin.function for origin in origins if isinstance(origin, FunctionData)]
-    for function, name in rewards.items():
-        check(function, f"reward.functions.{name}")
-    for environment in (run.settings.environment for run in plan_.runs.values()):
-        if environment:
-            check_environment(environment.name, environment.arguments)
-    for function in dict.fromkeys(data):
-        check(function, "origin.function")
+    for run in plan_.runs.values():
+        check_functions(run.settings)
     for name, dataset in config.datasets.items():
+        check_origin(dataset, f"datasets.{name}.origin")
         if isinstance(dataset.origin, HubData):
             check_folder(dataset.origin)
-        if isinstance(dataset.origin, ReasoningGymData):
-            check_libraries(["reasoning_gym"], f"datasets.{name}.origin.source")
     for model in config.models.values():
         if isinstance(model, LocalModel):
             check_base(model.path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import os
 import re
@@ -13,17 +12,15 @@ from typing import Any
 
 from qerl.checkpoints.shapes import PUBLISHED, SIZES, has_packed_experts_alone, shape_of
 from qerl.data.hub import check_pinned, with_locked_revisions
-from qerl.host.provenance import check_clock
 from qerl.jobs import Plan, PlannedEvaluation, PlannedRun
 from qerl.report_jobs import PointJob
 from qerl.results.paths import measured_file
 from qerl.results.speeds import SCHEMAS, GrpoStepResult, Measurement
 from qerl.results.store import read
 from qerl.settings.base import ConfigError, check_kind, parse, read_yaml
-from qerl.settings.data import DatasetSettings
 from qerl.settings.models import Base, LocalModel
 from qerl.settings.run import RunSettings
-from qerl.settings.workflow import Config, Experiment, RolloutBench, TaskSettings, harness_of, merged, nested
+from qerl.settings.workflow import Config, Experiment, RolloutBench, merged, nested
 from qerl.settings.workloads import EngineStep, PointPart, ShapesSettings
 from qerl.workflow.checks import (
     check_engines,
@@ -33,62 +30,6 @@ from qerl.workflow.checks import (
     check_run,
     written_as,
 )
-
-# The keys `model` and `problems`: one checkpoint and one set of problems for every run of a configuration.
-
-
-def shortened(config: Config) -> Config:
-    """Apply the command line's `model=` and `problems=`: every run uses that checkpoint and those problems.
-
-    Results go to a separate folder, whose name ends in a hash of the two paths, since other paths may have equal names.
-    """
-    from qerl.data.sources import check_problem_file
-
-    changes: dict[str, Any] = {}
-    model = _plain_name(config.model, "model", ())
-    problems = _plain_name(config.problems, "problems", config.datasets)
-    if config.model is not None:
-        changes["models"] = {model: LocalModel(source="local", path=config.model)}
-        changes["benches"] = {
-            key: bench.model_copy(update={"model": model}) if isinstance(bench, RolloutBench) else bench
-            for key, bench in config.benches.items()
-        }
-    if config.problems is not None:
-        record_format = check_problem_file(config.problems)
-        origin = {"source": "local", "path": config.problems}
-        same = next((known for known in config.datasets.values() if known.format == record_format), None)
-        values = {"format": record_format, "origin": origin, **(same.form if same else {})}
-        dataset = parse(DatasetSettings, values, "problems")
-        changes["datasets"] = {**config.datasets, problems: dataset}
-        task = TaskSettings(dataset=problems, harness=harness_of(record_format))
-        changes["evaluation"] = config.evaluation.model_copy(update={"tasks": [task]})
-    base_change = {key: value for key, value in (("model", model), ("dataset", problems)) if value}
-    changes["experiments"] = {
-        key: experiment.model_copy(update={"base": {**experiment.base, **base_change}})
-        for key, experiment in config.experiments.items()
-    }
-    identity = _path_hash(config.model, config.problems)
-    changes["name"] = "-".join([config.name, *base_change.values(), identity]).replace(".", "_")
-    return config.model_copy(update=changes)
-
-
-def _plain_name(path: Path | None, otherwise: str, taken: Collection[str]) -> str:
-    """A file's or folder's name as text for paths and commands; empty without a path.
-
-    `otherwise` replaces a name without a plain character; a name in `taken` gets the path's hash.
-    """
-    if path is None:
-        return ""
-    name = path.resolve().stem if path.is_file() else path.resolve().name
-    short = plain(name)[:60].strip("-.+") or otherwise
-    return f"{short}-{_path_hash(path)}" if short in taken else short
-
-
-def _path_hash(*paths: Path | None) -> str:
-    """Eight hexadecimal digits that identify paths, relative to the working directory, which also has the results."""
-    lie = [os.path.relpath(path.resolve()) if path else "" for path in paths]
-    return hashlib.sha256("\0".join(lie).encode()).hexdigest()[:8]
-
 
 # The runs of an experiment: one for each arm and point of its grid.
 
@@ -147,7 +88,6 @@ _LONGEST_ID = 200
 
 def plan(config: Config) -> Plan:
     """Expand a configuration to its plan. Raises `ConfigError`, which names the part that doesn't fit."""
-    config = shortened(config) if config.model or config.problems else config
     runs: dict[str, PlannedRun] = {}
     for name, experiment in config.experiments.items():
         for run in expand(name, experiment, {"track": config.track}):
@@ -184,7 +124,7 @@ def _evaluations(config: Config, trained: Mapping[str, PlannedRun]) -> Iterator[
     """Evaluations of the runs' bases and of bf16, on the tasks of all their runs, and then of the runs."""
     every = dict.fromkeys(task.dataset for task in config.evaluation.tasks)
     named = {id: config.experiments[run.experiment].tasks for id, run in trained.items()}
-    of_run = {id: tuple(every if tasks is None or config.problems else tasks) for id, tasks in named.items()}
+    of_run = {id: tuple(every if tasks is None else tasks) for id, tasks in named.items()}
     of_base: dict[Base, set[str]] = {}
     for id, run in trained.items():
         for base in (Base(run.settings.model, "bf16"), run.settings.base):
@@ -323,17 +263,15 @@ def workflow_plan(given: Mapping[str, Any], files: Sequence[Path], root: Path) -
     """The plan of what Snakemake was given: `--configfile` replaces the default, `--config` sets top-level keys.
 
     `given` has both, merged; `root` is the clone. The default is config/config.yaml of the working directory, as in
-    .test, if there is one. Else it is the miniature's, or, for `--config model=FOLDER`, the default of real models.
+    .test, if there is one, else the miniature's.
     Raises ValueError, which names the key or the file.
     """
-    default = Path("config/config.yaml")
-    if not default.is_file():
-        default = root / "config" / ("own.yaml" if given.get("model") else "mini.yaml")
+    own = Path("config/config.yaml")
+    default = own if own.is_file() else root / "config/mini.yaml"
     for file in files:
         read_yaml(file)  # Snakemake takes the last one of two equal keys
     plan = plan_from(given, default, files)
     _check_paths(plan)
-    check_clock([Path(plan.folder)])
     return plan
 
 
@@ -342,12 +280,11 @@ def _check_paths(plan: Plan) -> None:
     config = plan.config
     models = {f"models.{name}.path": m.path for name, m in config.models.items() if isinstance(m, LocalModel)}
     data = {f"datasets.{name}.origin": one.own_file for name, one in config.datasets.items()}
-    given = {"model": config.model, "problems": config.problems}
     gates = config.gates
     of_gates = (
         {f"gates.{key}": getattr(gates, key) for key in ("file", "baselines", "vectors", "stored")} if gates else {}
     )
-    for key, path in {**given, **models, **data, **of_gates}.items():
+    for key, path in {**models, **data, **of_gates}.items():
         if path is not None and "{" in str(path):
             raise ConfigError(
                 f"`{key}`: Snakemake takes braces for a wildcard, and {path} has some; rename it, or give a link to it "

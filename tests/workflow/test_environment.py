@@ -1,8 +1,6 @@
 """What is outside of the package: pins of pip and conda, the Makefile and the actions of the hosted checks."""
 
 import re
-import shlex
-import subprocess
 import tomllib
 from itertools import chain
 from pathlib import Path
@@ -77,18 +75,6 @@ def test_vllm_for_cpus_adds_to_the_pins_and_changes_none():
     assert len(named) == len(added) - 1
     assert not named & pins().keys()
     assert not any(name.startswith("torch") for name in named)
-
-
-@pytest.mark.parametrize("model", ["models/mine", "my models/a b", "it's; rm -rf *"])
-def test_paths_of_ones_own_reach_the_workflow_as_they_are(model):
-    command = ["make", "--dry-run", "reproduce", f"MODEL={model}", "PROBLEMS=my problems.jsonl"]
-    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    [train] = [shlex.split(line) for line in told if line.startswith("snakemake ")]
-    keys = [f"model={model}", "problems=my problems.jsonl"]
-    assert train[train.index("--configfile") + 1 :] == ["config/own.yaml", "--config", *keys]
-    [report] = [line for line in told if line.startswith("folder=")]
-    where = shlex.split(report.partition("$(")[2].partition(") &&")[0])
-    assert where == ["qerl", "where", "config/own.yaml", *keys]
 
 
 def test_actions_are_pinned_by_commit_and_leave_no_credentials():

@@ -14,7 +14,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from qerl.host.console import VisibleConsole, visible, wrapped
+from qerl.host.console import VisibleConsole, visible
 
 ROOT = Path(__file__).parents[3]
 NOISE = """
@@ -143,16 +143,6 @@ def test_runs_that_print_in_turn_have_a_live_line_each_and_their_names_in_the_lo
     assert stored == ["one: at 0%", "two: at 1%", "one: at 2%", "two: at 3%", "two: at 4%"]
 
 
-def test_a_live_line_keeps_numbers_with_their_units(tmp_path):
-    body = """
-for letters in range(16):
-    with showing(1, "steps") as advance:
-        advance("x" * letters + " 1234 units," * 9)
-"""
-    shown = on_terminal(NOISE + body, tmp_path)
-    assert shown.count("1234 units") == shown.count("1234") >= 16 * 9
-
-
 def test_without_a_terminal_steps_are_plain_lines(tmp_path):
     setting = "import qerl.host.console as p\np.LOG_EVERY = -1\n"
     first, last = run(NOISE + setting + STEPS, tmp_path, capture_output=True).stderr.splitlines()
@@ -185,18 +175,6 @@ def test_what_a_model_or_file_says_can_not_control_the_terminal():
     colored = VisibleConsole(file=io.StringIO(), force_terminal=True, color_system="standard")
     colored.print(Text("bold", style="bold"))
     assert colored.file.getvalue() == "\x1b[1mbold\x1b[0m\n"
-
-
-@pytest.mark.parametrize("width", range(30, 81))
-def test_a_sentence_breaks_neither_in_a_word_nor_before_a_unit(width):
-    sentence = "the step needs 37.1 GB of 24.0 GB, 1,234 tokens/s at 85 % in runs/some-folder; take --rank 16"
-    screen = VisibleConsole(file=io.StringIO(), force_terminal=True, color_system=None, width=width)
-    lines = wrapped(sentence, screen).splitlines()
-    assert max(map(len, lines)) <= width
-    assert " ".join(lines) == sentence
-    whole = ("37.1 GB", "24.0 GB,", "1,234 tokens/s", "85 %", "runs/some-folder;")
-    assert all(any(part in line for line in lines) for part in whole)
-    assert wrapped(sentence, VisibleConsole(file=io.StringIO(), width=width)) == sentence
 
 
 @pytest.mark.parametrize("text", ["\n\tπ ≤ 4", "नमस्ते", "می\u200cخواهم", "👩\u200d🚀", "한국어"])

@@ -28,8 +28,6 @@ CONFIGS = sorted((ROOT / "config").glob("*.yaml"))
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)
 def test_every_configuration_of_the_repository_is_valid(file):
     values = yaml.safe_load(file.read_text())
-    if values.get("models") == {}:
-        values["model"] = "my-model"  # as on the command line
     config = parse(Config, values, file.name)
     again = yaml.safe_dump(config.model_dump(mode="json"))
     assert parse(Config, parse_yaml(again, "again"), "again") == config

@@ -37,9 +37,7 @@ LONG = "Howmany?" * 40
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    folder = tiny_qwen2(tmp_path_factory.mktemp("preflight") / "model", max_position_embeddings=CONTEXT)
-    write_template(folder)
-    return folder
+    return write_template(tiny_qwen2(tmp_path_factory.mktemp("preflight") / "model", max_position_embeddings=CONTEXT))
 
 
 @pytest.fixture

@@ -108,42 +108,6 @@ def test_two_checkpoints_of_one_name_are_refused():
         planned(given)
 
 
-# --- the command line's model and problems
-
-
-def short(**paths):
-    return planned(values(benches={}, **paths))
-
-
-def test_other_models_and_problems_have_other_folders(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    record = json.dumps({"question": "What is 1 plus 1?", "answer": "1+1=2\n#### 2"})
-    given = []
-    for folder in ("m", "m2"):
-        (tmp_path / folder / "qwen2").mkdir(parents=True)
-        given.append({"model": f"{folder}/qwen2"})
-    for name in ("数据", "问题", "sums", "m2/sums", "arithmetic"):
-        Path(f"{name}.jsonl").write_text(record)
-        given.append({"problems": f"{name}.jsonl"})
-    folders = [short(**keys).folder for keys in given]
-    assert len(set(folders)) == len(folders)
-    assert all(folder.startswith("results/mini-") for folder in folders)
-    assert "-qwen2-" in folders[0]
-    assert "-sums-" in folders[4]
-    assert [short(**keys).folder for keys in given] == folders
-    # The same file, however it is written.
-    assert short(problems="m/../sums.jsonl").folder == short(problems=tmp_path / "sums.jsonl").folder == folders[4]
-    assert short(model="m/qwen2", problems="sums.jsonl").folder not in folders
-
-
-def test_problems_with_the_name_of_a_configured_data_set_do_not_replace_it(tmp_path):
-    (tmp_path / "arithmetic.jsonl").write_text(json.dumps({"question": "1 plus 1?", "answer": "1+1=2\n#### 2"}))
-    before, after = planned(values(benches={})), short(problems=tmp_path / "arithmetic.jsonl")
-    assert after.config.datasets["arithmetic"] == before.config.datasets["arithmetic"]  # what the base is trained on
-    [own] = {run.settings.dataset for run in after.runs.values()}
-    assert after.config.datasets[own].own_file == tmp_path / "arithmetic.jsonl"
-
-
 # --- tasks, timing
 
 
