@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from filelock import FileLock
 
@@ -505,6 +505,8 @@ def export(run: PathLike, out: PathLike, merged: MergedFormat | None = None) -> 
     check_finished(trained)
     if trained.settings.method == "full":
         raise ConfigError(f"{run} was trained in full: {trained.adapter} is a checkpoint already, which vLLM loads")
+    if merged not in (None, *get_args(MergedFormat)):
+        raise ConfigError(f"merged={merged!r} isn't supported; use {' or '.join(get_args(MergedFormat))}")
     if merged == "nvfp4":
         check_installed("train")
     if target.exists():

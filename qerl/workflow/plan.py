@@ -1,4 +1,4 @@
-"""From a configuration to its plan, also for a user's own model, several machines, and a call of Snakemake."""
+"""From a configuration to its plan: runs, evaluations, bases and the speed grid; and the plan of a Snakemake call."""
 
 from __future__ import annotations
 

@@ -192,13 +192,6 @@ def test_the_keys_by_which_runs_differ_decide_what_is_refused(decoders, keys, ki
         check_settings(decoders(kind), parse(RunSettings, values, ""))
 
 
-def test_dropout_in_attention_is_refused_before_anything_is_written(settings, tmp_path):
-    model = tiny_decoder(tmp_path / "model", "llama", attention_dropout=0.5)
-    with pytest.raises(ConfigError, match=r"states dropout of 0\.5 in attention"):
-        qerl.train(settings | {"model": str(model)})
-    assert not Path(settings["out"]).exists()
-
-
 def test_vllm_serves_the_text_model_of_a_base_that_is_quantized(tmp_path):
     model = tiny_of_images(tmp_path, "gemma3", "gemma3")
     values = {"model": "m", "dataset": "d", "rollout": {"engine": "vllm"}}
