@@ -86,20 +86,26 @@ def quantize(model: PathLike, out: PathLike, weights: PackedFormat = "nvfp4", pa
     `pack_delta_nets` packs the delta nets of a hybrid too, which otherwise stay bfloat16.
     The format is that of compressed-tensors (NVFP4, MXFP4) or bitsandbytes (NF4): Transformers and vLLM load it.
     """
-    target, name = path_argument(out, "out"), str(path_argument(model, "model"))
+    name = str(path_argument(model, "model"))
     if not isinstance(weights, str) or weights not in FORMATS:
         raise ConfigError(f"weights={weights!r} is no 4-bit format; use one of {', '.join(FORMATS)}")
     check_installed("train")
-    if target.exists():
-        raise CheckpointError(f"{target} exists already; remove it or give another folder")
-    check_writable(target)
-    source = base_folder(name)
+    target, source = _new_folder(out), base_folder(name)
     base = Base(name, weights, packed_nets=pack_delta_nets)
 
     def fill(folder: Path) -> None:
         make_checkpoint(QuantizeJob(base=base, source=source, data=None, report=folder / paths.REPORT, out=folder))
 
     make_folder(target, fill)
+    return target
+
+
+def _new_folder(out: PathLike) -> Path:
+    """The path `out`, at which a new folder can be made."""
+    target = path_argument(out, "out")
+    if target.exists():
+        raise CheckpointError(f"{target} exists already; remove it or give another folder")
+    check_writable(target)
     return target
 
 
@@ -352,11 +358,8 @@ def evaluate(
         _check_policy(policy)
     folder = path_argument(out, "out")
     check_unicode(instruction or "", "instruction")
-    if isinstance(units, str) or not (units is None or isinstance(units, Iterable)):
-        raise ConfigError(f"units must be a list of words and signs, not {units!r}")
-    form: dict[str, Any] = {"instruction": instruction, "answer": answer, "thinking": thinking, "date": date}
-    form["units"] = None if units is None else [*units]
-    form = {key: value for key, value in form.items() if value is not None}
+    given = {"instruction": instruction, "answer": answer, "thinking": thinking, "date": date, "units": units}
+    form: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     if isinstance(task, str):
         task = stock_task(task)
     if task and task.task and (instruction or units or answer not in (None, "native")):
@@ -501,7 +504,7 @@ def export(run: PathLike, out: PathLike, merged: MergedFormat | None = None) -> 
     rounds them as it loads them. With `merged`, `out` is one checkpoint in place of both. All its tensors are bfloat16,
     and with `nvfp4` the linear layers of the blocks are then rounded to NVFP4.
     """
-    trained, target = Run(path_argument(run, "run")), path_argument(out, "out")
+    trained = Run(path_argument(run, "run"))
     check_finished(trained)
     if trained.settings.method == "full":
         raise ConfigError(f"{run} was trained in full: {trained.adapter} is a checkpoint already, which vLLM loads")
@@ -509,9 +512,7 @@ def export(run: PathLike, out: PathLike, merged: MergedFormat | None = None) -> 
         raise ConfigError(f"merged={merged!r} isn't supported; use {' or '.join(get_args(MergedFormat))}")
     if merged == "nvfp4":
         check_installed("train")
-    if target.exists():
-        raise CheckpointError(f"{target} exists already; remove it or give another folder")
-    check_writable(target)
+    target = _new_folder(out)
     check_checkpoint(trained.checkpoint)
     from qerl.models.export import export as write_parts
     from qerl.models.export import merge

@@ -323,10 +323,7 @@ def _problems(model: str, problems: Path | None, dataset: str | None) -> api.Pro
     if problems and dataset:
         raise ConfigError("give --problems or --dataset, not both")
     if dataset:
-        values = parse_yaml(dataset, "--dataset")
-        if not isinstance(values, dict):
-            raise ConfigError("--dataset must be a mapping such as '{format: gsm8k, origin: {source: generated}}'")
-        return parse(DatasetSettings, values, "--dataset")
+        return parse(DatasetSettings, parse_yaml(dataset, "--dataset"), "--dataset")
     if problems is None and run is None:
         raise ConfigError("nothing to evaluate on: give --problems or --dataset")
     if problems:

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from qerl.checkpoints.files import check_base, read_config
+from qerl.checkpoints.files import CONFIG, check_base, read_config
 from qerl.data.hub import check_folder
 from qerl.host.imports import check_engine, check_functions, check_libraries, check_origin
 from qerl.jobs import Plan, PlannedRun
 from qerl.settings.base import ConfigError, UserError
 from qerl.settings.data import HubData, LocalData
-from qerl.settings.models import FORMATS, LocalModel, PretrainSettings
+from qerl.settings.models import FORMATS, LocalModel
 from qerl.settings.run import FITTED
 from qerl.settings.workflow import DRIFT_BLOCKS, Config, Experiment, RolloutBench, require
 
@@ -57,24 +57,16 @@ def check_run(run: PlannedRun, config: Config) -> None:
     base = settings.base
     if base.calibration and base.calibration.dataset:
         require(base.calibration.dataset, config.datasets, written("calibration.dataset"), "datasets")
-    if base.rounded in FORMATS:
-        group = FORMATS[base.rounded].group_size
-        for key, width in _widths(config.models[settings.model]).items():
-            if width % group:
+    model = config.models[settings.model]
+    # Other models' widths are multiples of any group, or aren't known before a download.
+    if base.rounded in FORMATS and isinstance(model, LocalModel) and (model.path / CONFIG).is_file():
+        group, architecture = FORMATS[base.rounded].group_size, read_config(model.path)
+        for key in ("hidden_size", "intermediate_size"):
+            if architecture.get(key, 0) % group:
                 raise ConfigError(
-                    f"{written('weights')}: {key}={width} is not a multiple of {group}, the group size of "
+                    f"{written('weights')}: {key}={architecture[key]} is not a multiple of {group}, the group size of "
                     f"weights={base.rounded}"
                 )
-
-
-def _widths(model: Any) -> dict[str, int]:
-    """Input widths of the linear layers, if they are known before a download."""
-    if isinstance(model, PretrainSettings):
-        return {"hidden_size": model.hidden_size, "intermediate_size": model.intermediate_size}
-    if isinstance(model, LocalModel) and (model.path / "config.json").is_file():
-        architecture = read_config(model.path)
-        return {key: architecture[key] for key in ("hidden_size", "intermediate_size") if key in architecture}
-    return {}
 
 
 def check_inputs(plan_: Plan) -> None:
