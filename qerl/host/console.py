@@ -6,7 +6,6 @@ import fcntl
 import logging
 import os
 import sys
-import threading
 import time
 import unicodedata
 from collections.abc import Iterable, Iterator
@@ -214,42 +213,6 @@ T = TypeVar("T")
 LOG_EVERY = 15.0
 
 
-class _Bars:
-    """The display of all bars: one below the other where several threads have some, since a screen has one display."""
-
-    def __init__(self) -> None:
-        self._lock, self._users = threading.Lock(), 0
-        self._display: Progress | None = None
-
-    @contextmanager
-    def on(self, screen: Console) -> Iterator[Progress]:
-        """The display on `screen`, which stays until its last user leaves."""
-        with self._lock:
-            if self._display is None:
-                whole = Column(no_wrap=True)  # where the line is short, what is said of an item takes several
-                ends = (
-                    MofNCompleteColumn(table_column=whole),
-                    TextColumn("{task.fields[about]}", markup=False, table_column=Column(overflow="fold")),
-                    TimeRemainingColumn(table_column=whole),
-                )
-                alone = screen.stderr  # else what libraries print belongs in the log
-                columns = [TextColumn("{task.description}", markup=False), BarColumn(10), *ends]
-                self._display = Progress(*columns, console=screen, redirect_stdout=alone, redirect_stderr=alone)
-                self._display.start()
-            self._users, display = self._users + 1, self._display
-        try:
-            yield display
-        finally:
-            with self._lock:
-                self._users -= 1
-                if not self._users:
-                    self._display = None
-                    display.stop()
-
-
-_bars = _Bars()
-
-
 class Advance(Protocol):
     """Counts one more item as done, and shows what is to be said of it."""
 
@@ -258,11 +221,23 @@ class Advance(Protocol):
 
 @contextmanager
 def showing(total: int, what: str, start: int = 0) -> Iterator[Advance]:
-    """A context that shows how many of `total` are done, `start` of them before, and the time left."""
+    """A context that shows how many of `total` are done, `start` of them before, and the time left.
+
+    On a terminal it is a bar. Runs side by side have lines there, too, since a terminal has one live display.
+    """
     screen, done, begun = console(), start, time.monotonic()
-    if screen.is_terminal:
-        with _bars.on(screen) as display:
-            task = display.add_task(f"{_run.get()} {what}".lstrip(), total=total, completed=start, about="")
+    if screen.is_terminal and not _run.get():
+        whole = Column(no_wrap=True)  # where the line is short, what is said of an item takes several
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(10),
+            MofNCompleteColumn(table_column=whole),
+            TextColumn("{task.fields[about]}", markup=False, table_column=Column(overflow="fold")),
+            TimeRemainingColumn(table_column=whole),
+        )
+        alone = screen.stderr  # else what libraries print belongs in the log
+        with Progress(*columns, console=screen, redirect_stdout=alone, redirect_stderr=alone) as display:
+            task = display.add_task(what, total=total, completed=start, about="")
             yield lambda about="": display.update(task, advance=1, about=about)
         return
     last = begun
