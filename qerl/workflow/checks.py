@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from qerl.checkpoints.files import CONFIG, check_base, read_config
@@ -122,20 +118,6 @@ def check_local_models(plan_: Plan) -> None:
             check_settings(folders[run.settings.model], run.settings)
         except UserError as error:
             raise ConfigError(f"experiment {run.experiment}, arm {run.arm}: {error}") from None
-
-
-def check_interpreter() -> None:
-    """Raise ValueError if the `python` that rules run can't import this package and what it needs."""
-    python = shutil.which("python")
-    if python is not None:
-        if Path(python).parent == Path(sys.executable).parent:
-            return
-        if not subprocess.run([python, "-P", "-c", "import qerl.cli.commands"], capture_output=True).returncode:
-            return
-    refused = "no python is on the PATH" if python is None else f"the PATH's first, {python}, can't import qerl"
-    activate = Path(sys.executable).with_name("activate")
-    how = f" (source {activate})" if activate.is_file() else ""
-    raise ValueError(f"rules run `python`, and {refused}: activate the environment of Snakemake first{how}")
 
 
 def check_engines(plan_: Plan) -> None:

@@ -18,14 +18,13 @@ from qerl.results.paths import measured_file
 from qerl.results.speeds import SCHEMAS, GrpoStepResult, Measurement
 from qerl.results.store import read
 from qerl.settings.base import ConfigError, check_kind, parse, read_yaml
-from qerl.settings.models import Base, LocalModel
+from qerl.settings.models import Base
 from qerl.settings.run import RunSettings
 from qerl.settings.workflow import Config, Experiment, RolloutBench, merged, nested
 from qerl.settings.workloads import EngineStep, PointPart, ShapesSettings
 from qerl.workflow.checks import (
     check_engines,
     check_inputs,
-    check_interpreter,
     check_local_models,
     check_run,
     written_as,
@@ -270,26 +269,7 @@ def workflow_plan(given: Mapping[str, Any], files: Sequence[Path], root: Path) -
     default = own if own.is_file() else root / "config/mini.yaml"
     for file in files:
         read_yaml(file)  # Snakemake takes the last one of two equal keys
-    plan = plan_from(given, default, files)
-    _check_paths(plan)
-    return plan
-
-
-def _check_paths(plan: Plan) -> None:
-    """Refuse paths of the user in which Snakemake would take a part in braces for a wildcard."""
-    config = plan.config
-    models = {f"models.{name}.path": m.path for name, m in config.models.items() if isinstance(m, LocalModel)}
-    data = {f"datasets.{name}.origin": one.own_file for name, one in config.datasets.items()}
-    gates = config.gates
-    of_gates = (
-        {f"gates.{key}": getattr(gates, key) for key in ("file", "baselines", "vectors", "stored")} if gates else {}
-    )
-    for key, path in {**models, **data, **of_gates}.items():
-        if path is not None and "{" in str(path):
-            raise ConfigError(
-                f"`{key}`: Snakemake takes braces for a wildcard, and {path} has some; rename it, or give a link to it "
-                "whose name has none"
-            )
+    return plan_from(given, default, files)
 
 
 def check_start(plan: Plan, workflow: Any) -> None:
@@ -299,7 +279,6 @@ def check_start(plan: Plan, workflow: Any) -> None:
     if "apptainer" in deployment and not os.environ.get("QERL_IMAGE"):
         raise ConfigError("--sdm apptainer needs an image: set QERL_IMAGE to its file or address, see Containerfile")
     if not deployment:  # with one, jobs have environments of their own
-        check_interpreter()
         check_engines(plan)
         check_local_models(plan)
     for run in plan.runs.values() if workflow.local_exec else ():

@@ -121,6 +121,13 @@ def test_a_training_that_lost_its_node_is_tried_again_from_its_checkpoint(tree):
     assert "Trying to restart job" in output
 
 
+def test_rules_run_the_python_of_a_snakemake_whose_environment_is_not_active(tree):
+    target = ("--configfile", "faults.yaml", "--", "results/micro/data/definitions/dataset.json")
+    environment = {**tree.environment, "PATH": "/usr/bin:/bin"}
+    subprocess.run([sys.executable, "-m", "snakemake", *CORES, *target], cwd=tree.folder, env=environment, check=True)
+    assert (tree.folder / target[-1]).is_file()
+
+
 def with_settings(tree: Tree, changes: dict, **experiment) -> dict[str, int]:
     """The jobs that Snakemake plans with other settings of the runs and their experiment."""
     values = yaml.safe_load((tree.folder / "faults.yaml").read_text())

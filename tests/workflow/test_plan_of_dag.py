@@ -3,7 +3,6 @@
 import re
 import shutil
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -151,27 +150,15 @@ def test_profiles_name_rules_and_resources_that_exist(tree):
 # The same DAG on a checkpoint and a file of problems that the project didn't make.
 
 
-def write_own(tree, folder: Path, model: str = "Own-Model-0.1B", problems: str = "pears.jsonl") -> tuple[str, ...]:
-    """A folder with a model, problems and config/own.yaml with their paths; Snakemake's arguments for it."""
-    write_template(tiny_qwen2(folder / model))
-    write_sums(folder / problems.strip("'"), 60)
-    text = (tree.folder / "config/own.yaml").read_text().replace("path/to/checkpoint", model)
-    (folder / "my.yaml").write_text(text.replace("path/to/problems.jsonl", problems))
-    return "--directory", str(folder), "--configfile", str(folder / "my.yaml")
-
-
 def test_all_that_own_models_and_problems_need_is_planned(tmp_path, tree):
-    planned = tree.planned(*write_own(tree, tmp_path))
+    write_template(tiny_qwen2(tmp_path / "Own-Model-0.1B"))
+    write_sums(tmp_path / "pears.jsonl")
+    text = (tree.folder / "config/own.yaml").read_text().replace("path/to/checkpoint", "Own-Model-0.1B")
+    (tmp_path / "my.yaml").write_text(text.replace("path/to/problems.jsonl", "pears.jsonl"))
+    planned = tree.planned("--directory", str(tmp_path), "--configfile", str(tmp_path / "my.yaml"))
     made = {"prepare_data": 1, "check_model": 4, "quantize": 2, "train": 3, "evaluate": 5}
     assert {rule: planned[rule] for rule in made} == made
     assert not {"pretrain", "fetch_model"} & planned.keys()
-
-
-def test_braces_which_snakemake_takes_for_a_wildcard_are_a_sentence(tmp_path, tree):
-    run = tree.snakemake("-n", *write_own(tree, tmp_path, problems="'sums {a}.jsonl'"), check=False)
-    assert run.returncode == 1
-    assert "`datasets.problems.origin`: Snakemake takes braces for a wildcard" in run.stdout + run.stderr
-    assert "Traceback" not in run.stdout + run.stderr
 
 
 # The profiles of clusters, by a dry run with their executor's plugin, where it is installed.
