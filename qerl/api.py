@@ -363,12 +363,13 @@ def evaluate(
         raise ConfigError(
             f"task {task.task} has a prompt and a form of answers of its own; leave out instruction, answer and units"
         )
-    check_evaluation(problems, folder, task)
-    if isinstance(policy, (str, Path)):
-        form = form if task and task.task else {**form_of(policy), **form}
-        policy = load(policy, dtype)
+    check_evaluation(problems, folder)
+    if isinstance(policy, (str, Path)) and not (task and task.task):
+        form = {**form_of(policy), **form}
     with writing(folder):
         data = _problem_folder(problems, form, folder)
+    if isinstance(policy, (str, Path)):
+        policy = load(policy, dtype)
     computed = str(policy.lm.dtype).removeprefix("torch.")
     scored = task.model_dump() if task else {"harness": harness_of(read_meta(data).format)}
     settings = _evaluation_settings({**scored, "dataset": _TASK}, repeats, seed, computed, sampling)
@@ -419,7 +420,7 @@ def measure_dose(
 _TASK = "problems"
 
 
-def check_evaluation(problems: Problems, out: PathLike, task: TaskSettings | None = None) -> None:
+def check_evaluation(problems: Problems, out: PathLike) -> None:
     """Raise `ConfigError` for an impossible evaluation, before a policy is loaded."""
     if problems is None:
         raise ConfigError("nothing to evaluate on: `problems` must be records, or a file or folder of them")
@@ -433,12 +434,6 @@ def check_evaluation(problems: Problems, out: PathLike, task: TaskSettings | Non
     if others or (folder.exists() and not folder.is_dir()) or (data.exists() and not (data / paths.DATASET).is_file()):
         raise ConfigError(f"{folder} exists and is not the folder of an evaluation; give a new folder as `out`")
     check_writable(folder)
-    asks_all = isinstance(problems, (str, Path)) and Path(problems).is_file()
-    if task and task.task == "gsm8k" and task.fewshot != 0 and asks_all:
-        raise ConfigError(
-            f"task gsm8k shows {task.fewshot or 5} solved problems of a training split, and {problems} is all asked; "
-            "set fewshot to 0 (--fewshot 0), or give a data set with both splits"
-        )
 
 
 def stock_task(name: str, **settings: Any) -> TaskSettings:

@@ -317,8 +317,6 @@ def _check_options(sampling: dict[str, float], seed: int, repeats: int = 1) -> N
 
 
 def _problems(model: str, problems: Path | None, dataset: str | None) -> api.Problems:
-    from qerl.data.sources import check_problem_file
-
     run = api.Run(Path(model)) if (Path(model) / RUN_FILE).is_file() else None
     if problems and dataset:
         raise ConfigError("give --problems or --dataset, not both")
@@ -326,8 +324,6 @@ def _problems(model: str, problems: Path | None, dataset: str | None) -> api.Pro
         return parse(DatasetSettings, parse_yaml(dataset, "--dataset"), "--dataset")
     if problems is None and run is None:
         raise ConfigError("nothing to evaluate on: give --problems or --dataset")
-    if problems:
-        check_problem_file(problems)  # here, before a model is loaded
     return problems or run.data  # type: ignore[union-attr]
 
 

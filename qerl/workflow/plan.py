@@ -42,19 +42,14 @@ def expand(name: str, experiment: Experiment, defaults: Mapping[str, Any]) -> It
     for arm, changes in experiment.arms.items():
         of_arm = merged(base, changes)
         written = functools.partial(written_as, name, experiment, arm)
-        points: list[dict[str, Any]] = []
         for values in itertools.product(*experiment.grid.values()):
             given = dict(zip(experiment.grid, values, strict=True))
             settings = parse(RunSettings, merged(of_arm, nested(given)), "", written)
             varied = {key: _as_taken(value, key, settings) for key, value in given.items()}
-            if varied in points:
-                twice = ", ".join(f"{key}={value}" for key, value in varied.items())
-                raise ConfigError(f"experiments.{name}.grid has {twice} twice; keep one of the equal values")
-            points.append(varied)
             others = same.setdefault(repr(varied), {})
             # Arms that are only timed may be equal, which shows how far times repeat.
-            if experiment.train and settings in others.values():
-                twin = next(other for other, of_other in others.items() if of_other == settings)
+            twin = next((other for other, of_other in others.items() if other != arm and of_other == settings), None)
+            if experiment.train and twin:
                 raise ConfigError(
                     f"experiments.{name}.arms.{arm} has the same settings as the arm {twin}, so their runs would be "
                     "the same; change one, or leave it out"
@@ -92,8 +87,8 @@ def plan(config: Config) -> Plan:
         for run in expand(name, experiment, {"track": config.track}):
             if run.id in runs:
                 raise ConfigError(
-                    f"two runs are named {run.id}; rename an arm or a grid key, or make arms of grid values that "
-                    "differ only in special characters"
+                    f"two runs are named {run.id}; keep one of equal grid values, rename an arm or a grid key, or make "
+                    "arms of grid values that differ only in special characters"
                 )
             if len(run.id) > _LONGEST_ID:
                 raise ConfigError(

@@ -73,7 +73,7 @@ def test_a_stock_task_has_its_own_prompt_and_examples(model, problems, tmp_path)
         qerl.evaluate(policy, data, tmp_path / "e", task="gsm8k", instruction="Be brief.")
     with pytest.raises(ConfigError, match="no stock task 'gms8k'; use one of gsm8k, math_500"):
         qerl.evaluate(policy, data, tmp_path / "e", task="gms8k")
-    with pytest.raises(ValueError, match=r"sums.jsonl is all asked; set fewshot to 0"):
+    with pytest.raises(ValueError, match=r"takes its examples from the training split.*set fewshot: 0"):
         qerl.evaluate(policy, problems, tmp_path / "e", task="gsm8k")
 
 

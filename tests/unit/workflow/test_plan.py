@@ -78,7 +78,7 @@ SAME = "arms.b has the same settings as the arm a"
         ({"grid": {"adapter.rank": []}}, "grid.adapter.rank is empty"),
         ({"grid": {"adapter.rnk": [4]}}, "unknown key `experiments.e.grid.adapter.rnk`; did you mean `"),
         ({"grid": {"adapter.targets": [["q_proj"], "q_proj"]}}, "`experiments.e.grid.adapter.targets` must be a list"),
-        ({"grid": {"noise": EQUAL}}, "twice; keep one of the equal"),
+        ({"grid": {"noise": EQUAL}}, "two runs are named e-run-noise-schedule-linear-stages-5-; keep one of equal"),
         (
             {"grid": {"adapter.targets": [["a b"], ["a-b"]]}},
             "arms of grid values that differ only in special",
