@@ -251,7 +251,7 @@ class Experiment(Settings):
     base: dict[str, Any]
     arms: dict[Name, dict[str, Any]] = {"run": {}}
     """Settings of each arm over the base. An arm of null is left out, so that a protocol can remove one."""
-    grid: dict[str, list[Any]] = {"seed": [0, 1, 2]}
+    grid: dict[str, NonEmpty[Any]] = {"seed": [0, 1, 2]}
     """Values of each key. Every combination is a run of every arm."""
     train: bool = True
     """False leaves training out: the runs are only timed, by benches of kind `step`."""
@@ -281,14 +281,6 @@ class Experiment(Settings):
             raise ValueError("no arm is left, and so no run; give at least one, or leave `arms` out for a single run")
         return {name: nested(arm) for name, arm in arms.items()}
 
-    @field_validator("grid")
-    @classmethod
-    def _grid_has_points(cls, grid: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        for key, values in grid.items():
-            if not values:
-                raise ValueError(f"grid.{key} is empty, which leaves no run; give at least one value")
-        return grid
-
 
 #: The blocks of steps from whose means a run's drift is estimated, and so the least steps of a run.
 DRIFT_BLOCKS = 20
@@ -316,8 +308,8 @@ class Config(Settings):
     ```
     """
 
-    name: str
-    """Name of the folder of results, results/NAME, of letters, digits, - and _."""
+    name: Name
+    """Name of the folder of results, results/NAME."""
     protocol: Protocol = "paper"
     """The source to follow where paper and scripts disagree. Another than `paper` overrides keys by its entry of
     `protocols` and has its own folder of results."""
@@ -369,15 +361,6 @@ class Config(Settings):
     @classmethod
     def _keys_are_nested(cls, protocols: dict[Protocol, dict[str, Any]]) -> dict[Protocol, dict[str, Any]]:
         return {name: _with_nested_keys(values) for name, values in protocols.items()}
-
-    @field_validator("name")
-    @classmethod
-    def _name_is_a_folder(cls, name: str) -> str:
-        if not name.replace("-", "").replace("_", "").isalnum() or len(name.encode()) > 255:
-            raise ValueError(
-                f"{name!r} names a folder of results: use letters, digits, - and _ only, at most 255 bytes"
-            )
-        return name
 
     @model_validator(mode="after")
     def _names_exist(self) -> Config:

@@ -75,7 +75,7 @@ SAME = "arms.b has the same settings as the arm a"
 @pytest.mark.parametrize(
     ("experiment", "sentence"),
     [
-        ({"grid": {"adapter.rank": []}}, "grid.adapter.rank is empty"),
+        ({"grid": {"adapter.rank": []}}, "`experiments.e.grid.adapter.rank` must have at least 1 item"),
         ({"grid": {"adapter.rnk": [4]}}, "unknown key `experiments.e.grid.adapter.rnk`; did you mean `"),
         ({"grid": {"adapter.targets": [["q_proj"], "q_proj"]}}, "`experiments.e.grid.adapter.targets` must be a list"),
         ({"grid": {"noise": EQUAL}}, "two runs are named e-run-noise-schedule-linear-stages-5-; keep one of equal"),
