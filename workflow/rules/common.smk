@@ -15,8 +15,9 @@ OTHERS = filter(None, [os.environ.get("PYTHONPATH")])  # jobs load it, too
 # Snakemake starts itself as a module, for rules with `run` and on clusters: a file here must not shadow one of its modules.
 os.environ.update(PYTHONPATH=os.pathsep.join([str(ROOT), *OTHERS]), PYTHONSAFEPATH="1")
 # Rules run `python`, which is Snakemake's own where its environment isn't active; an image or a conda environment has another.
-if (BIN := os.path.dirname(sys.executable)) not in (PLACES := os.environ["PATH"].split(os.pathsep)):
-    os.environ["PATH"] = os.pathsep.join([BIN, *PLACES])
+BIN, PLACES = os.path.dirname(sys.executable), os.environ.get("PATH", "").split(os.pathsep)
+if BIN not in PLACES:
+    os.environ.update(PATH=os.pathsep.join([BIN, *PLACES]))
 
 from qerl.host.lease import devices
 from qerl.report_jobs import FINISHED, final_files, listed_results, stored_results
