@@ -196,6 +196,13 @@ def check(path: str, key: str) -> None:
     """Raise `ConfigError` unless the function can be imported and accepts the arguments of a function of `key`."""
     function, is_reward = load(path, key), key != "origin.function"
     arguments = _OF_REWARD if is_reward else ()
+    # That of an object is its method; of a class, an instance of it is the value.
+    plain = inspect.isroutine(function) or isinstance(function, (partial, type))
+    called: Any = function if plain else type(function).__call__
+    if not is_reward and (inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called)):
+        raise ConfigError(f"{key} {path} is `async`, and it is called without waiting; write it as a plain `def`")
+    if is_reward and (inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called)):
+        raise ConfigError(f"{key} {path} has `yield`, so that its value is a generator; `return` a number instead")
     try:
         signature = inspect.signature(function)
     except ValueError:  # some functions written in C have no signature

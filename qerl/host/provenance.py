@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import errno
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -12,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -26,12 +28,14 @@ from typing import Any
 from qerl import __version__
 from qerl.settings.base import ConfigError
 
-# Files that are written completely or not at all.
+# Files that are written completely or not at all, and checks for a clock that was set back.
 
 #: Errors of a write for which there is no room.
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 #: How libraries in Rust ("No space left on device (os error 28)") and Python state an error of the system.
 _STATED = re.compile(r"(?:\(os error|\[Errno) (\d+)")
+#: Seconds by which the clocks of several machines may differ.
+CLOCK_SKEW = 60
 
 
 def cache_folder(name: str) -> Path:
@@ -138,6 +142,20 @@ def check_writable(path: Path) -> None:
             f"can't write to {folder} ({error.strerror}); make it writable, make room, or name another "
             "place (`out`, --out)"
         ) from None
+
+
+def check_clock(paths: Iterable[Path]) -> None:
+    """Raise `ConfigError` if a file is from the future: after the clock is set back, Snakemake trusts stale files."""
+    now = time.time()
+    for path in paths:
+        for file in itertools.chain([path], path.rglob("*")):
+            written = file.lstat().st_mtime if os.path.lexists(file) else now
+            if written > now + CLOCK_SKEW:
+                raise ConfigError(
+                    f"{file} is from the future ({datetime.fromtimestamp(written):%Y-%m-%d %H:%M:%S}), so the clock "
+                    "was set back; set it right, or date the files anew: "
+                    f"find {path} -exec touch -h -d @{now:.0f} {{}} +"
+                )
 
 
 # The code version of a result: a hash of modules and of all modules that they import.

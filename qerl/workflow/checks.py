@@ -77,12 +77,31 @@ def check_inputs(plan_: Plan) -> None:
     for model in config.models.values():
         if isinstance(model, LocalModel):
             check_base(model.path)
+    _check_test_splits(plan_)
     local = [dataset for dataset in config.datasets.values() if isinstance(dataset.origin, LocalData)]
     if local:
         from qerl.data.sources import check_problem_file
 
         for dataset in local:
             check_problem_file(dataset.origin.path, dataset.format, dataset.columns, dataset.units)  # type: ignore[union-attr]
+
+
+def _check_test_splits(plan_: Plan) -> None:
+    """Check that evaluated data sets have a test split, as far as the configuration states it."""
+    evaluated = {task for evaluation in plan_.evaluations.values() for task in evaluation.tasks}
+    for name in dict.fromkeys(task.dataset for task in plan_.config.evaluation.tasks if task.split == "test"):
+        if name not in evaluated:
+            continue
+        origin = plan_.config.datasets[name].origin
+        if isinstance(origin, HubData) and "test" not in origin.splits:
+            raise ConfigError(
+                f"evaluation.tasks: {name} has no test split; name one of the repository's in datasets.{name}.origin."
+                "splits, such as {test: train} if the repository has only a split called train"
+            )
+        if isinstance(origin, LocalData) and origin.path.is_file() and origin.test_fraction == 0:
+            raise ConfigError(
+                f"evaluation.tasks: {name} has no test split, since its origin.test_fraction is 0; raise it"
+            )
 
 
 def check_local_models(plan_: Plan) -> None:

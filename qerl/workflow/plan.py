@@ -12,6 +12,7 @@ from typing import Any
 
 from qerl.checkpoints.shapes import PUBLISHED, SIZES, has_packed_experts_alone, shape_of
 from qerl.data.hub import check_pinned, with_locked_revisions
+from qerl.host.provenance import check_clock
 from qerl.jobs import Plan, PlannedEvaluation, PlannedRun
 from qerl.report_jobs import PointJob
 from qerl.results.paths import measured_file
@@ -264,7 +265,9 @@ def workflow_plan(given: Mapping[str, Any], files: Sequence[Path], root: Path) -
     default = own if own.is_file() else root / "config/mini.yaml"
     for file in files:
         read_yaml(file)  # Snakemake takes the last one of two equal keys
-    return plan_from(given, default, files)
+    plan = plan_from(given, default, files)
+    check_clock([Path(plan.folder)])
+    return plan
 
 
 def check_start(plan: Plan, workflow: Any) -> None:

@@ -1,7 +1,8 @@
-"""The DAG: jobs and Snakemake killed, two Snakemakes at once, an input replaced by an older one."""
+"""The DAG: jobs and Snakemake killed, two Snakemakes at once, a clock set back, an input replaced by an older one."""
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -119,6 +120,17 @@ def test_a_training_that_lost_its_node_is_tried_again_from_its_checkpoint(tree):
     assert len(after) == 4 > len(before) > 0
     assert after[0] == before[0]  # with its seconds: the step was not done again
     assert "Trying to restart job" in output
+
+
+def test_a_clock_set_back_is_reported_with_the_command_that_fixes_it(tree):
+    """Were the training's inputs made anew now, Snakemake would take its results, of a later time, for newer."""
+    later = time.time() + 3600
+    os.utime(tree.folder / RUN / "run.json", (later, later))
+    refused = said(tree.snakemake("--dry-run", *ARGUMENTS, check=False))
+    assert "run.json is from the future" in refused
+    mend = re.search(r"find results/micro -exec touch -h -d @\d+ \{\} \+", refused)
+    subprocess.run(mend[0], shell=True, check=True, cwd=tree.folder)
+    assert tree.planned(*ARGUMENTS) == {}
 
 
 def test_rules_run_the_python_of_a_snakemake_whose_environment_is_not_active(tree):

@@ -1,8 +1,11 @@
-"""Numbers that diverge, inputs that change under a run, clocks, a reward that hangs."""
+"""Numbers that diverge, inputs that change under a run, clocks, a reward that hangs, two processes of one run."""
 
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,8 @@ from qerl.settings.data import DatasetSettings, Generated
 from tests.faults.conftest import REWARD, forked, read_rows, untimed
 from tests.faults.test_files import CUT, cut_before
 from tests.tiny import tiny_qwen2
+
+ROOT = Path(__file__).parents[2]
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
 
@@ -118,3 +123,24 @@ def test_with_a_higher_limit_the_run_continues(run):
     assert len(done) == 2
     assert rows[:2] == done  # with their seconds: not done again
     assert len(rows) == 4
+
+
+# --- two at once -----------------------------------------------------------------------------------------------------
+
+HOLD = "import sys, time\nfrom pathlib import Path\nfrom qerl.host.lease import alone\n"
+HOLD += "with alone(Path(sys.argv[1])):\n    print('has it', flush=True)\n    time.sleep(60)\n"
+
+
+def test_a_second_training_of_a_run_is_refused_until_the_first_ends_in_any_way(run, whole):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", HOLD, str(run.work)]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert first.stdout.readline() == "has it\n"
+        with pytest.raises(ConfigError, match=rf"process {first.pid} on .* is at work in .*work; wait .*or end it"):
+            run.train()
+        assert not run.out.exists()
+    finally:
+        first.send_signal(signal.SIGKILL)
+        first.communicate()
+    assert untimed(run.train()) == untimed(whole)

@@ -240,6 +240,10 @@ ARITY = r"mine:f is defined as f\(.*\), but it is called as f\(answer, problem\)
     [
         ("def f(answer): return 1", ARITY),
         ("def f(answer, *, problem): return 1", ARITY),
+        ("def f(answer, problem):\n  if answer: return 1.0\n  yield 0.0", r"has `yield`.*`return` a number"),
+        ("class F:\n  def __call__(self, answer, problem): yield 1.0\nf = F()", "has `yield`"),
+        ("from functools import partial\ndef g(a, answer, problem): yield 1.0\nf = partial(g, 1)", "has `yield`"),
+        ("async def f(answer, problem): yield 1.0", "has `yield`"),
         ("class F:\n  async def __call__(self, answer, problem): return 1.0\nf = F()", None),
         ("async def f(answer, problem): return 1.0", None),
         ("def f(*args, **kwargs): pass", "name its parameters"),

@@ -227,6 +227,17 @@ def planned(values: dict):
     return plan_from(values, Path("configuration"))
 
 
+def test_the_plan_knows_test_splits(configuration, tmp_path):
+    file = tmp_path / "problems/train.jsonl"
+    origin = {"source": "local", "path": str(file), "test_fraction": 0}
+    arithmetic = configuration["datasets"]["arithmetic"]
+    with pytest.raises(ConfigError, match=r"arithmetic has no test split, since its origin.test_fraction is 0"):
+        planned(configuration | {"datasets": {"arithmetic": arithmetic | {"origin": origin}}})
+    hub = {"source": "hub", "repo": "a/b", "revision": "0" * 40, "splits": {"train": "train"}}
+    with pytest.raises(ConfigError, match=r"arithmetic has no test split; name one of the repository's"):
+        planned(configuration | {"datasets": {"arithmetic": arithmetic | {"origin": hub}}})
+
+
 @pytest.mark.parametrize(("ends", "told"), [([1, 5], False), (1, False), (None, False), ([7, 5], True), (7, True)])
 def test_an_end_of_the_tokenizer_that_ends_no_completion_is_told(model, tmp_path, caplog, ends, told):
     """Completions end at the tokens of the generation config alone (`Policy.stop_token_ids`)."""
