@@ -2,10 +2,7 @@
 SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
-# Your own checkpoint folder and file of problems, in place of those of the configuration.
-MODEL ?=
-PROBLEMS ?=
-CONFIG ?= $(if $(MODEL),config/own.yaml,config/mini.yaml)
+CONFIG ?= config/mini.yaml
 CORES ?= all
 # locks/cpu.txt or locks/cuda.txt: install files whose hashes are in it, and no others.
 LOCK ?=
@@ -13,10 +10,7 @@ LOCK ?=
 CONSTRAINTS ?= requirements.lock
 # Further options for Snakemake, e.g. ARGS="--profile profiles/gpu"
 ARGS ?=
-# Quotes its argument as one word for the shell.
-quoted = '$(subst ','\'',$(1))'
-KEYS := $(if $(MODEL),$(call quoted,model=$(MODEL))) $(if $(PROBLEMS),$(call quoted,problems=$(PROBLEMS)))
-SNAKEMAKE := snakemake --cores $(CORES) --configfile $(CONFIG) $(if $(strip $(KEYS)),--config $(KEYS)) $(ARGS)
+SNAKEMAKE := snakemake --cores $(CORES) --configfile $(CONFIG) $(ARGS)
 PIP := $(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONNOUSERSITE := 1
@@ -28,7 +22,7 @@ reproduce: export MALLOC_MMAP_THRESHOLD_ := 33554432
 reproduce: export MALLOC_TRIM_THRESHOLD_ := 268435456
 reproduce: $(VENV)/installed
 	$(SNAKEMAKE)
-	folder=$$(qerl where $(CONFIG) $(KEYS)) && qerl summary $$folder
+	folder=$$(qerl where $(CONFIG)) && qerl summary $$folder
 
 # One process per core, each with one thread; files with slow tests come first (tests/conftest.py).
 test: $(VENV)/vllm

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from filelock import FileLock
 
@@ -31,7 +31,6 @@ from qerl.checkpoints.files import (
     check_checkpoint,
     context_length,
     stock_loading,
-    weight_files,
 )
 from qerl.data.hub import hub_unreachable
 from qerl.data.sources import (
@@ -48,21 +47,19 @@ from qerl.data.sources import (
 from qerl.host.console import log, quiet
 from qerl.host.imports import check_installed
 from qerl.host.lease import alone, join_free_memory, own_lock
-from qerl.host.provenance import check_writable, make_folder, write_text, writing
+from qerl.host.provenance import check_writable, make_folder, writing
 from qerl.jobs import DataJob, QuantizeJob, TrainJob
 from qerl.results import paths
 from qerl.results.schema import (
     Dose,
-    MergedExport,
     OwnEvaluationResult,
     PreparedDataset,
-    Provenance,
     RunResult,
     SampleRow,
 )
-from qerl.results.store import read, read_rows, write
-from qerl.settings.base import SEEDS, ConfigError, PathLike, check_count, check_unicode, parse, path_argument
-from qerl.settings.data import AnswerForm, DatasetSettings, Split
+from qerl.results.store import read, read_rows
+from qerl.settings.base import SEEDS, ConfigError, PathLike, check_count, parse, path_argument
+from qerl.settings.data import AnswerForm, DatasetSettings
 from qerl.settings.models import FORMATS, Base, MergedFormat, PackedFormat
 from qerl.settings.run import EngineSettings, RunFile, SamplingSettings
 from qerl.settings.workflow import STOCK_TASKS, EvaluationSettings, StockTask, TaskSettings, harness_of
@@ -89,20 +86,26 @@ def quantize(model: PathLike, out: PathLike, weights: PackedFormat = "nvfp4", pa
     `pack_delta_nets` packs the delta nets of a hybrid too, which otherwise stay bfloat16.
     The format is that of compressed-tensors (NVFP4, MXFP4) or bitsandbytes (NF4): Transformers and vLLM load it.
     """
-    target, name = path_argument(out, "out"), str(path_argument(model, "model"))
+    name = str(path_argument(model, "model"))
     if not isinstance(weights, str) or weights not in FORMATS:
         raise ConfigError(f"weights={weights!r} is no 4-bit format; use one of {', '.join(FORMATS)}")
     check_installed("train")
-    if target.exists():
-        raise CheckpointError(f"{target} exists already; remove it or give another folder")
-    check_writable(target)
-    source = base_folder(name)
+    target, source = _new_folder(out), base_folder(name)
     base = Base(name, weights, packed_nets=pack_delta_nets)
 
     def fill(folder: Path) -> None:
         make_checkpoint(QuantizeJob(base=base, source=source, data=None, report=folder / paths.REPORT, out=folder))
 
     make_folder(target, fill)
+    return target
+
+
+def _new_folder(out: PathLike) -> Path:
+    """The path `out`, at which a new folder can be made."""
+    target = path_argument(out, "out")
+    if target.exists():
+        raise CheckpointError(f"{target} exists already; remove it or give another folder")
+    check_writable(target)
     return target
 
 
@@ -245,8 +248,6 @@ def sample(
     for prompt in texts:
         if not isinstance(prompt, str):
             raise ConfigError(f"a prompt must be a string, the text of one user's message, not {prompt!r}")
-        check_unicode(prompt, "a prompt")
-    check_unicode(instruction or "", "instruction")
     check_count(count, "count")
     settings = parse(SamplingSettings, sampling, "sampling")
     check_count(seed, "seed", 0, SEEDS)
@@ -354,24 +355,21 @@ def evaluate(
     if not isinstance(policy, (str, Path)):
         _check_policy(policy)
     folder = path_argument(out, "out")
-    check_unicode(instruction or "", "instruction")
-    if isinstance(units, str) or not (units is None or isinstance(units, Iterable)):
-        raise ConfigError(f"units must be a list of words and signs, not {units!r}")
-    form: dict[str, Any] = {"instruction": instruction, "answer": answer, "thinking": thinking, "date": date}
-    form["units"] = None if units is None else [*units]
-    form = {key: value for key, value in form.items() if value is not None}
+    given = {"instruction": instruction, "answer": answer, "thinking": thinking, "date": date, "units": units}
+    form: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     if isinstance(task, str):
         task = stock_task(task)
     if task and task.task and (instruction or units or answer not in (None, "native")):
         raise ConfigError(
             f"task {task.task} has a prompt and a form of answers of its own; leave out instruction, answer and units"
         )
-    check_evaluation(problems, folder, task)
-    if isinstance(policy, (str, Path)):
-        form = form if task and task.task else {**form_of(policy), **form}
-        policy = load(policy, dtype)
+    check_evaluation(problems, folder)
+    if isinstance(policy, (str, Path)) and not (task and task.task):
+        form = {**form_of(policy), **form}
     with writing(folder):
         data = _problem_folder(problems, form, folder)
+    if isinstance(policy, (str, Path)):
+        policy = load(policy, dtype)
     computed = str(policy.lm.dtype).removeprefix("torch.")
     scored = task.model_dump() if task else {"harness": harness_of(read_meta(data).format)}
     settings = _evaluation_settings({**scored, "dataset": _TASK}, repeats, seed, computed, sampling)
@@ -422,7 +420,7 @@ def measure_dose(
 _TASK = "problems"
 
 
-def check_evaluation(problems: Problems, out: PathLike, task: TaskSettings | None = None) -> None:
+def check_evaluation(problems: Problems, out: PathLike) -> None:
     """Raise `ConfigError` for an impossible evaluation, before a policy is loaded."""
     if problems is None:
         raise ConfigError("nothing to evaluate on: `problems` must be records, or a file or folder of them")
@@ -436,12 +434,6 @@ def check_evaluation(problems: Problems, out: PathLike, task: TaskSettings | Non
     if others or (folder.exists() and not folder.is_dir()) or (data.exists() and not (data / paths.DATASET).is_file()):
         raise ConfigError(f"{folder} exists and is not the folder of an evaluation; give a new folder as `out`")
     check_writable(folder)
-    asks_all = isinstance(problems, (str, Path)) and Path(problems).is_file()
-    if task and task.task == "gsm8k" and task.fewshot != 0 and asks_all:
-        raise ConfigError(
-            f"task gsm8k shows {task.fewshot or 5} solved problems of a training split, and {problems} is all asked; "
-            "set fewshot to 0 (--fewshot 0), or give a data set with both splits"
-        )
 
 
 def stock_task(name: str, **settings: Any) -> TaskSettings:
@@ -494,88 +486,34 @@ def _problem_folder(problems: Problems, form: Mapping[str, Any], out: Path) -> P
     return out / paths.DATA
 
 
-# Exports of finished runs: a base with an adapter for stock vLLM, or one checkpoint with its measured loss.
-
-#: The most problems on which the loss of a merge is measured.
-LOSS_PROBLEMS = 64
+# Exports of finished runs: a base with an adapter for stock vLLM, or one checkpoint.
 
 
-def export(run: PathLike, out: PathLike) -> Path:
+def export(run: PathLike, out: PathLike, merged: MergedFormat | None = None) -> Path:
     """Write a finished run's policy into the new folder `out` for stock vLLM: a checkpoint `base`, a LoRA `adapter`.
 
     Trained norms, which no engine takes as an adapter, are in the base, in float32: an engine that computes in 16 bits
-    rounds them as it loads them.
+    rounds them as it loads them. With `merged`, `out` is one checkpoint in place of both. All its tensors are bfloat16,
+    and with `nvfp4` the linear layers of the blocks are then rounded to NVFP4.
     """
-    trained, target = _with_adapter(run), path_argument(out, "out")
-    check_writable(target)
-    check_checkpoint(trained.checkpoint)
-    from qerl.models.export import export as write_parts
-
-    write_parts(trained.checkpoint, trained.adapter, target)
-    return target
-
-
-def export_merged(
-    run: PathLike,
-    out: PathLike,
-    weights: MergedFormat = "bf16",
-    *,
-    problems: int = LOSS_PROBLEMS,
-    split: Split = "validation",
-) -> MergedExport:
-    """Merge a finished run's policy into one checkpoint in the new folder `out`, and measure what that costs.
-
-    All tensors are bfloat16; with `nvfp4` the linear layers of the blocks are then rounded to NVFP4. `problems` of the
-    run's `split` are asked (`qerl.results.schema.MergeLoss`). The loss is in merged.json and in the card.
-    Both models are in memory for it.
-    """
-    trained, target = _with_adapter(run), path_argument(out, "out")
-    if weights != "bf16":
-        check_installed("train")
-    if target.exists():
-        raise CheckpointError(f"{target} exists already; remove it or give another folder")
-    check_writable(target)
-    check_checkpoint(trained.checkpoint)
-    check_count(problems, "problems")
-    rows = read_meta(trained.data).rows
-    if not rows[split]:
-        others = ", ".join(name for name in ("validation", "test") if rows[name])  # type: ignore[index]
-        raise ConfigError(f"{trained.data} has no {split} problems to measure on; give another split ({others})")
-    make_folder(target, lambda folder: _write_merged(trained, folder, weights, split, problems))
-    return read(MergedExport, target / paths.MERGED)
-
-
-def _with_adapter(run: PathLike) -> Run:
-    """The finished run, which has an adapter."""
     trained = Run(path_argument(run, "run"))
     check_finished(trained)
     if trained.settings.method == "full":
         raise ConfigError(f"{run} was trained in full: {trained.adapter} is a checkpoint already, which vLLM loads")
-    return trained
-
-
-def _write_merged(run: Run, folder: Path, weights: MergedFormat, split: Split, problems: int) -> None:
-    from qerl.evals.divergence import merge_loss
-    from qerl.models.adapter_files import CARD
+    if merged not in (None, *get_args(MergedFormat)):
+        raise ConfigError(f"merged={merged!r} isn't supported; use {' or '.join(get_args(MergedFormat))}")
+    if merged == "nvfp4":
+        check_installed("train")
+    target = _new_folder(out)
+    check_checkpoint(trained.checkpoint)
+    from qerl.models.export import export as write_parts
     from qerl.models.export import merge
-    from qerl.publishing import merged_card
 
-    merge(run.checkpoint, run.adapter, folder, weights)
-    policies = load(run.folder), load(folder, run.settings.dtype)
-    # The default evaluation by the grader of training, with the run's length of completions and dtype.
-    task = {"dataset": _TASK, "harness": "qerl", "split": split}
-    sampling = {"max_tokens": run.settings.rollout.sampling.max_tokens}
-    settings = _evaluation_settings(task, None, 0, run.settings.dtype, sampling, sleep=True)
-    result = MergedExport(
-        run=run.folder.resolve().name,
-        base_weights=run.settings.weights,
-        weights=weights,
-        size_bytes=sum(path.stat().st_size for path in weight_files(folder)),
-        loss=merge_loss(*policies, run.data, settings, problems),
-        provenance=Provenance.of_now(),
-    )
-    write(folder / paths.MERGED, result)
-    write_text(folder / CARD, merged_card(facts_of(run), result, folder.name))
+    if merged:
+        make_folder(target, lambda folder: merge(trained.checkpoint, trained.adapter, folder, merged))
+    else:
+        write_parts(trained.checkpoint, trained.adapter, target)
+    return target
 
 
 # Publishing of a finished run on the hub: its adapter with a card, scores and metrics.

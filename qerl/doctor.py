@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import constants, hf_hub_download
-from huggingface_hub.utils import httpx
+from huggingface_hub import constants
 from transformers import PreTrainedConfig
 
-from qerl.checkpoints.files import CONFIG, CheckpointError, differences, read_config, read_headers, weights_format_of
+from qerl.checkpoints.files import CheckpointError, differences, read_config, read_headers, weights_format_of
 from qerl.checkpoints.shapes import SIZES, ModelShape, has_packed_experts_alone
 from qerl.data.hub import hub_unreachable
 from qerl.host.gpus import too_old, unsupported_accelerator
@@ -37,7 +36,7 @@ from qerl.rollout.engine import EngineSampler
 from qerl.rollout.factory import native_class
 from qerl.rollout.sampler import refused_by_engine, refused_by_vllm, refused_fp8_cache
 from qerl.settings.run import RunSettings
-from qerl.workflow.bases import HUB_MODEL
+from qerl.workflow.bases import HUB_MODEL, MAIN_BRANCH, fetch_config
 
 #: The memory of common GPUs in gigabytes (10^9 bytes).
 COMMON_GB = (8, 12, 16, 24, 32, 40, 48, 80, 96, 141, 180)
@@ -158,20 +157,12 @@ def _of_size(size: str, weights: str) -> Candidate:
 
 def _config_of_hub(model: str) -> Path:
     """The folder of the hub's cache with the config.json of org/name or org/name@revision."""
-    sizes = ", ".join(SIZES)
     named = HUB_MODEL.fullmatch(model)
     if named is None:
-        raise CheckpointError(f"--model {model} is neither a size ({sizes}), nor a folder, nor org/name of the hub")
-    unreachable = hub_unreachable()
-    offline = unreachable is not None
-    try:
-        return Path(hf_hub_download(named["repo"], CONFIG, revision=named["revision"], local_files_only=offline)).parent
-    except (httpx.HTTPError, OSError) as error:
-        reason = unreachable or type(error).__name__
         raise CheckpointError(
-            f"the hub doesn't give the {CONFIG} of --model {model} ({reason}); correct the name, log in to the hub, "
-            "check the network, or ask about a size, such as --model 7B"
-        ) from None
+            f"--model {model} is neither a size ({', '.join(SIZES)}), nor a folder, nor org/name of the hub"
+        )
+    return fetch_config(named["repo"], named["revision"] or MAIN_BRANCH, None, hub_unreachable())
 
 
 def serving(gpu: Gpu | None, model: Candidate) -> Serving:

@@ -19,9 +19,8 @@ from huggingface_hub.utils import httpx
 from safetensors import SafetensorError, safe_open
 
 from qerl.checkpoints.files import RUN_FILE, TOKENIZER, StockLoading
-from qerl.host.console import visible
 from qerl.models.adapter_files import ABOUT_ADAPTERS, CARD, Base, code_span, loading_code, loading_notes, plain
-from qerl.results.schema import MergedExport, PreparedDataset, Provenance, RunResult, TaskScore
+from qerl.results.schema import PreparedDataset, Provenance, RunResult, TaskScore
 from qerl.results.statistics import METHOD, Interval
 from qerl.settings.base import ConfigError
 from qerl.settings.run import UNDECIDING
@@ -39,7 +38,7 @@ _TEXT = """\
 
 {{ what }}, trained by reinforcement learning ({{ settings.loss.name }}, {{ settings.steps }} steps)
 with qerl (`pip install qerl`), an implementation of [QeRL](https://arxiv.org/abs/2510.11696), on {{ base }},
-whose linear weights were {{ settings.weights }}.{{ rounded }}
+whose linear weights were {{ settings.weights }}.
 
 {{ first }}
 
@@ -48,22 +47,8 @@ whose linear weights were {{ settings.weights }}.{{ rounded }}
 ```
 
 {{ notes }}
-{% if loss %}
-## Loss of the merge
 
-| measure | against the policy with its adapter |
-| --- | --- |
-| KL(policy to merged), nats per token | {{ kl }} |
-| tokens at which both find the same token most likely, % | {{ same }} of {{ loss.tokens }} |
-| accuracy of the policy, % | {{ percent(loss.accuracy) }} |
-| accuracy of the merged checkpoint, % | {{ percent(loss.accuracy_merged) }} |
-| difference, points | {{ percent(loss.difference) }} |
-
-On {{ loss.problems }} {{ loss.split }} problems with {{ loss.repeats }} completions each, with the same random numbers
-(temperature {{ loss.sampling.temperature }}, top-p {{ loss.sampling.top_p }}, activations {{ loss.dtype }}).
-Intervals are over problems, 95 %.
-{% endif %}
-## Scores of the policy{{ " with its adapter" if loss }}
+## Scores of the policy
 
 {% if scores -%}
 | data set | policy | scored by | problems × completions | accuracy in % |
@@ -161,28 +146,6 @@ def run_card(facts: RunFacts, repo: str) -> str:
     )
 
 
-def merged_card(facts: RunFacts, merged: MergedExport, title: str) -> str:
-    """The card of a merged checkpoint in a folder called `title`."""
-    title, kl = visible(title), merged.loss.kl
-    relation = "finetune" if merged.weights == "bf16" else "quantized"
-    about = _metadata(facts, title, (), base_model_relation=relation, **_ABOUT_MODELS)
-    packed = "the linear layers of its blocks are rounded to NVFP4 again" if merged.weights == "nvfp4" else ""
-    rounded = f" The adapter is merged into the weights{'; ' if packed else ''}{packed}. Other tensors are bfloat16."
-    return _card(
-        facts,
-        about,
-        title=plain(title),
-        what="A policy in one checkpoint",
-        rounded=rounded,
-        first="",
-        code=_stock_code(title),
-        notes="Exploration noise is not in it.",
-        loss=merged.loss,
-        same=f"{100 * merged.loss.same_token:.2f}",
-        kl=f"{kl.mean:.3g} [{kl.low:.3g}, {kl.high:.3g}]",
-    )
-
-
 def data_name(data: PreparedDataset) -> str:
     """The name of a data set: the hub's, the file's, the function's, or its generator's."""
     match data.origin["source"]:
@@ -217,7 +180,6 @@ def _card(facts: RunFacts, about: ModelCardData, **parts: Any) -> str:
         "base": link if base.on_hub else f"{code_span(base.name)} (a folder of the author's)",
         "scores": "\n".join(scores),
         "method": METHOD[0].upper() + METHOD[1:],
-        "percent": _percent,
         "data": f"Data: {code_span(data_name(data))}{data_at}, records of format {data.format} ({rows}).{instruction}",
         "stated": stated,
         "fence": "`" * max(3, 1 + max(map(len, re.findall("`+", stated)), default=0)),
@@ -229,13 +191,13 @@ def _card(facts: RunFacts, about: ModelCardData, **parts: Any) -> str:
     return str(ModelCard.from_template(about, template_str=_TEXT, **common, **parts))
 
 
-def _metadata(facts: RunFacts, title: str, scores: Sequence[RunScore] | None = None, **about: Any) -> ModelCardData:
+def _metadata(facts: RunFacts, title: str, **about: Any) -> ModelCardData:
     """The front matter, with the policy's own scores as a model index; accuracy is a share there.
 
     A base or data set that isn't of the hub is left out, as the hub links what it names.
     """
     index = []
-    for score in facts.scores if scores is None else scores:
+    for score in facts.scores:
         if not score.trained:
             continue
         origin = score.data.origin if score.data and score.data.origin["source"] == "hub" else {}

@@ -324,8 +324,6 @@ class ReportJob(ReportedJob):
     """Paths of figures without their endings, or folders of them. The first two stand beside the main table."""
     samples: str
     """The address of the page of samples, relative to the report; empty without one."""
-    omitted: dict[str, str]
-    """The arms that the configuration leaves out, and why."""
 
     @classmethod
     def make(cls, plan: Plan, name: str) -> ReportJob:
@@ -344,7 +342,6 @@ class ReportJob(ReportedJob):
             tables=tables,
             figures=figures,
             samples=paths.SAMPLES_PAGE if scored else "",
-            omitted={f"{name}: {arm}": why for name, e in config.experiments.items() for arm, why in e.omitted.items()},
             out=cls.path(plan),
         )
 

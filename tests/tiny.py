@@ -34,9 +34,17 @@ from tests.families import FAMILIES, SHAPE
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}:"
 
 
-def write_template(folder: Path, template: str = TEMPLATE) -> None:
-    """Give the tokenizer of a checkpoint a chat template."""
+def write_template(folder: Path, template: str = TEMPLATE) -> Path:
+    """Give the tokenizer of a checkpoint a chat template. Returns its folder."""
     (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def write_sums(file: Path, count: int = 40) -> Path:
+    """Write problems in GSM8K's format to a file of JSON lines, and return its path."""
+    rows = ({"question": f"What are {n} and {n}?", "answer": f"#### {2 * n}"} for n in range(count))
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
 
 
 def tiny_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
@@ -89,8 +97,7 @@ tiny_llama = _writer(LlamaConfig, LlamaForCausalLM, tie_word_embeddings=False, r
 
 def tiny_bases(folder: Path, *formats: str, **changes: Any) -> Path:
     """Write a random Qwen2 with a chat template, dense and packed in NVFP4 or `formats`, to folders by their names."""
-    dense = tiny_qwen2(folder / "bf16", **changes)
-    write_template(dense)
+    dense = write_template(tiny_qwen2(folder / "bf16", **changes))
     for weights in formats or ("nvfp4",):
         quantize_checkpoint(dense, folder / weights, weights)
     return folder
@@ -114,9 +121,7 @@ def tiny_family(folder: Path, name: str, *, dtype: torch.dtype = torch.float32, 
 def tiny_decoder(folder: Path, kind: str, *, dtype: torch.dtype = torch.bfloat16, **values: Any) -> Path:
     """Write a random model of any `model_type` with its tokenizer and a chat template."""
     config = AutoConfig.for_model(kind, **{**SHAPE, **values})
-    _save(_build(AutoModelForCausalLM.from_config, config, 0), folder, dtype, "1GB")
-    write_template(folder)
-    return folder
+    return write_template(_save(_build(AutoModelForCausalLM.from_config, config, 0), folder, dtype, "1GB"))
 
 
 #: Small vision parts of models of images and text.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
-import stat
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -41,8 +41,8 @@ RUN_FILE = "run.yaml"
 ADAPTER = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 
-#: The most bytes of files that are read whole, by suffix. The largest tokenizers have 40 MB, templates 20 KB.
-_MOST_BYTES = {".json": 2**28, ".txt": 2**28, ".model": 2**28, ".jinja": 2**20}
+#: Suffixes of the files of a checkpoint or an adapter.
+_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".safetensors")
 #: Bytes of an element by safetensors' name of its dtype.
 _BYTES = dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1)
 _BYTES |= {"I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8}
@@ -250,28 +250,18 @@ def _check_kind(folder: Path) -> None:
 
 
 def check_file(path: Path) -> None:
-    """Raise `CheckpointError` if a file that exists can't be read, would be waited for without end, or is too large."""
+    """Raise `CheckpointError` if a file that exists can't be read."""
     try:
-        state = path.stat()
-    except FileNotFoundError:
-        return
-    if not stat.S_ISREG(state.st_mode):
-        raise CheckpointError(f"{path} is no regular file; download the checkpoint again")
-    try:
-        path.open("rb").close()
+        with suppress(FileNotFoundError):
+            path.open("rb").close()
     except PermissionError:  # libraries in Rust call such a file missing
         raise CheckpointError(f"permission denied: {path}; set its permissions") from None
-    most = _MOST_BYTES.get(path.suffix, _MOST_BYTES[".json"])
-    if path.suffix != ".safetensors" and state.st_size > most:
-        raise CheckpointError(
-            f"{path} has {state.st_size} bytes, and such a file has at most {most}; download the checkpoint again"
-        )
 
 
 def check_files(folder: Path) -> None:
     """`check_file` of all files of a checkpoint or an adapter that transformers, PEFT or this package may read."""
     for path in sorted(folder.iterdir()):
-        if path.suffix in (*_MOST_BYTES, ".safetensors"):
+        if path.suffix in _SUFFIXES:
             check_file(path)
 
 

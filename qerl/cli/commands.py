@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import shlex
 import signal
 import sys
@@ -318,20 +317,13 @@ def _check_options(sampling: dict[str, float], seed: int, repeats: int = 1) -> N
 
 
 def _problems(model: str, problems: Path | None, dataset: str | None) -> api.Problems:
-    from qerl.data.sources import check_problem_file
-
     run = api.Run(Path(model)) if (Path(model) / RUN_FILE).is_file() else None
     if problems and dataset:
         raise ConfigError("give --problems or --dataset, not both")
     if dataset:
-        values = parse_yaml(dataset, "--dataset")
-        if not isinstance(values, dict):
-            raise ConfigError("--dataset must be a mapping such as '{format: gsm8k, origin: {source: generated}}'")
-        return parse(DatasetSettings, values, "--dataset")
+        return parse(DatasetSettings, parse_yaml(dataset, "--dataset"), "--dataset")
     if problems is None and run is None:
         raise ConfigError("nothing to evaluate on: give --problems or --dataset")
-    if problems:
-        check_problem_file(problems)  # here, before a model is loaded
     return problems or run.data  # type: ignore[union-attr]
 
 
@@ -367,17 +359,13 @@ def export(
     merged: Annotated[
         api.MergedFormat | None, typer.Option(help="Merge the adapter into one checkpoint of this format.")
     ] = None,
-    problems: Annotated[
-        int, typer.Option(min=1, help="With --merged: the most problems on which its loss is measured.")
-    ] = api.LOSS_PROBLEMS,
-    split: Annotated[api.Split, typer.Option(help="With --merged: the split of these problems.")] = "validation",
 ) -> None:
     """Export a trained policy for stock vLLM: a base with the trained norms and a LoRA adapter, or one checkpoint."""
-    if merged:
-        _export_merged(run, out, merged, problems, split)
-        return
     with quiet():
-        made = api.export(run, out)
+        made = api.export(run, out, merged)
+    if merged:
+        _print_command(["vllm", "serve", str(made)])
+        return
     from qerl.models.export import lora_room
 
     rank = str(lora_room(api.Run(run).settings.adapter.rank))
@@ -407,24 +395,6 @@ def publish(
     print_table(title, [{"file": name, "bytes": str(size)} for name, size in said.files.items()])
     for note in said.notes:
         console().print(Text(wrapped(f"note: {note}", console())), soft_wrap=True)
-
-
-def _export_merged(run: Path, out: Path, merged: api.MergedFormat, problems: int, split: api.Split) -> None:
-    with quiet():
-        result = api.export_merged(run, out, merged, problems=problems, split=split)
-    loss = result.loss
-    measures: dict[str, Interval] = {
-        "KL, nats per token": loss.kl,
-        "accuracy with adapter": loss.accuracy,
-        "accuracy merged": loss.accuracy_merged,
-        "difference": loss.difference,
-    }
-    rows = [
-        {"measure": name, "mean": f"{value.mean:.3g}", "95 % interval": f"{value.low:.3g} to {value.high:.3g}"}
-        for name, value in measures.items()
-    ]
-    print_table(f"{out}: loss of the merge, on {loss.problems} {loss.split} problems x {loss.repeats}", rows)
-    _print_command(["vllm", "serve", str(out)])
 
 
 def _print_command(command: list[str]) -> None:
@@ -580,17 +550,8 @@ def error_sentences() -> Iterator[None]:
         sys.exit(128 + signal.SIGKILL)
     except OSError as error:
         if error.errno not in _REMEDIES:
-            try:
-                Path.cwd()
-            except FileNotFoundError:
-                print_error("the working directory doesn't exist any more; change to another one and start again")
-                sys.exit(2)
             raise
         # Whatever writes a file names it, or its folder; what remains is what the command prints.
         where = error.filename or f"the output, or {gettempdir()}"
-        out = sys.__stdout__
-        if not error.filename and out is not None and sys.stdout is out:
-            # Python writes what is left of the output once more as it ends, and would exit with 120.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
         print_error(f"{error.strerror}: {where}; {_REMEDIES[error.errno]} and start again: what is finished stays")
         sys.exit(2)

@@ -152,7 +152,6 @@ def show_plan(
     --csv and --json print each run with all that distinguishes it.
     """
     from qerl.workflow.costs import disk, sheet, totals
-    from qerl.workflow.plan import fitting
 
     plan_ = _plan(config, keys)
     if not plan_.runs:
@@ -161,7 +160,7 @@ def show_plan(
     if as_csv or as_json:
         typer.echo(runs.to_csv(index=False) if as_csv else runs.to_json(orient="records", lines=True), nl=False)
         return
-    for line in [*totals(plan_, runs, machine), *fitting(plan_)]:
+    for line in totals(plan_, runs, machine):
         console().print(wrapped(line, console()), soft_wrap=True)
     # Runs that differ in their seed alone cost the same.
     arms = runs.groupby(runs["run"].str.replace(r"-seed\d+$", "", regex=True), sort=False)

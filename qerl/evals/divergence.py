@@ -1,9 +1,9 @@
-"""How far a policy is from another on completions of the first: the loss of a merge, the dose of an error."""
+"""How far a policy is from another on completions of the first: the dose of an error."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from qerl.checkpoints.files import usable_length
-from qerl.data.prompts import Thinking, prompts_ids
+from qerl.data.prompts import prompts_ids
 from qerl.evals.evaluate import open_task
-from qerl.evals.policy import EvaluatedPolicy, EvaluationSet
+from qerl.evals.policy import EvaluatedPolicy
 from qerl.models.policy import Policy, load_policy
 from qerl.report_jobs import DosedArm, DoseJob
-from qerl.results.schema import Dose, DoseReport, MergeLoss, Provenance
-from qerl.results.statistics import Scores, accuracy_interval, difference_interval, mean_interval
+from qerl.results.schema import Dose, DoseReport, Provenance
+from qerl.results.statistics import mean_interval
 from qerl.results.store import write
 from qerl.rl.noise import Noise
 from qerl.rollout.factory import make_sampler
@@ -29,16 +29,6 @@ from qerl.settings.workflow import EvaluationSettings
 NOISE_DRAWS = 2
 #: Positions whose distributions are compared at once: the vocabulary makes each of them large.
 _POSITIONS = 64
-
-
-def _first_problems(
-    policy: Policy, data: Path, settings: EvaluationSettings, most: int | None
-) -> tuple[EvaluationSet, list[list[int]]]:
-    """The first `most` problems of the one task of `settings`, and their prompts as in training."""
-    [task] = settings.tasks
-    dataset = open_task(task, {task.dataset: data})
-    dataset = replace(dataset, problems=dataset.problems[:most])
-    return dataset, prompts_ids(policy.tokenizer, dataset.problems, dataset.instruction, dataset.given)
 
 
 def _draw(policy: Policy, prompts: Sequence[list[int]], settings: EvaluationSettings) -> list[list[Completion]]:
@@ -56,8 +46,6 @@ class _Tokens:
     kl: Tensor
     entropy: Tensor
     other_entropy: Tensor
-    #: Whether both find the same token most likely, bool.
-    same: Tensor
 
 
 @torch.no_grad()
@@ -74,56 +62,8 @@ def _compare(policy: Policy, other: Policy, prompt: list[int], tokens: list[int]
         one, two = (torch.log_softmax(part.double(), -1) for part in (ours, theirs))
         kl = (one.exp() * (one - two)).sum(-1)
         entropies = [-(each.exp() * each).sum(-1) for each in (one, two)]
-        parts.append((kl, *entropies, ours.argmax(-1) == theirs.argmax(-1)))
+        parts.append((kl, *entropies))
     return _Tokens(*(torch.cat(values).cpu() for values in zip(*parts, strict=True)))
-
-
-# The loss of a merge: a policy against the one checkpoint that it was merged into, on the same problems.
-
-
-def merge_loss(
-    policy: Policy, merged: Policy, data: Path, settings: EvaluationSettings, most: int | None = None
-) -> MergeLoss:
-    """Measure KL, agreement and accuracy of `merged` against `policy` (see `MergeLoss`).
-
-    The one task of `settings` names the split of the prepared problems in `data`. Its first `most` problems have the
-    prompt and the grader of training. Both models draw by the same random numbers. On a GPU set `native.sleep`,
-    so that the cache of one sampler is released before the other draws.
-    """
-    dataset, prompts = _first_problems(policy, data, settings, most)
-    drawn, others = _draw(policy, prompts, settings), _draw(merged, prompts, settings)
-    shares, merged_shares = (_right(policy, dataset, prompts, each) for each in (drawn, others))
-    tokens = [
-        [_compare(policy, merged, prompt, completion.token_ids) for completion in completions]
-        for prompt, completions in zip(prompts, drawn, strict=True)
-    ]
-    same = torch.cat([each.same for group in tokens for each in group])
-    return MergeLoss(
-        split=settings.tasks[0].split,
-        problems=len(prompts),
-        repeats=settings.repeats,
-        tokens=len(same),
-        kl=mean_interval(np.array([torch.cat([each.kl for each in group]).mean().item() for group in tokens])),
-        same_token=same.double().mean().item(),
-        accuracy=accuracy_interval(shares[None]),
-        accuracy_merged=accuracy_interval(merged_shares[None]),
-        difference=difference_interval(merged_shares[None], shares),
-        dtype=settings.dtype,
-        sampling=settings.sampling,
-    )
-
-
-def _right(
-    policy: Policy, dataset: EvaluationSet, prompts: Sequence[list[int]], drawn: Sequence[Sequence[Completion]]
-) -> Scores:
-    """The share of right completions of each problem, [problems]."""
-    thinking = Thinking(policy.tokenizer, dataset.thinking, dataset.given)
-    shares = []
-    for problem, prompt, completions in zip(dataset.problems, prompts, drawn, strict=True):
-        begun = str(policy.tokenizer.decode(prompt))
-        texts = [thinking.text(completion.token_ids, begun) for completion in completions]
-        shares.append(np.mean([dataset.judge(text, problem) == "right" for text in texts]))
-    return np.array(shares)
 
 
 # The dose of an error of the weights (docs/dose-protocol.md): how far it moves a policy before any training.
@@ -143,12 +83,15 @@ def measure_doses(job: DoseJob) -> None:
 class Assay:
     """Completions of a policy at temperature 1, on which others are compared with it.
 
-    `data` and `most` are as in `merge_loss`; `settings` gives the number and length of completions.
+    The one task of `settings` names the split of the prepared problems in `data`, of which the first `most` are asked
+    as in training. `settings` gives the number and length of completions, too.
     """
 
     def __init__(self, policy: Policy, data: Path, settings: EvaluationSettings, most: int | None = None) -> None:
+        [task] = settings.tasks
+        asked = open_task(task, {task.dataset: data})
         self.policy = policy
-        _, self.prompts = _first_problems(policy, data, settings, most)
+        self.prompts = prompts_ids(policy.tokenizer, asked.problems[:most], asked.instruction, asked.given)
         plain = settings.sampling.model_copy(update={"temperature": 1.0, "top_p": 1.0, "top_k": 0})
         self.drawn = _draw(policy, self.prompts, settings.model_copy(update={"sampling": plain}))
 

@@ -5,28 +5,22 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import re
 import sys
-import threading
 import time
 import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 from textwrap import fill
 from typing import IO, Protocol, TextIO, TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    ProgressColumn,
-    Task,
     TextColumn,
     TimeRemainingColumn,
 )
@@ -110,17 +104,11 @@ def console() -> Console:
 
 
 def wrapped(sentence: str, screen: Console) -> str:
-    """A sentence for a terminal, in lines that end neither within a word nor between a number and its unit.
-
-    Elsewhere it stays one line.
-    """
-    return _filled(sentence, screen.width) if screen.is_terminal else sentence
-
-
-def _filled(sentence: str, width: int) -> str:
-    whole = re.sub(r"(?<=\d) (?=\w|%)", "\0", sentence).splitlines()
-    lines = (fill(line, width, break_long_words=False, break_on_hyphens=False) for line in whole)
-    return "\n".join(lines).replace("\0", " ")
+    """A sentence for a terminal, in lines that don't end within a word. Elsewhere it stays one line."""
+    if not screen.is_terminal:
+        return sentence
+    lines = (fill(line, screen.width, break_long_words=False, break_on_hyphens=False) for line in sentence.splitlines())
+    return "\n".join(lines)
 
 
 class ScreenHandler(logging.Handler):
@@ -225,61 +213,6 @@ T = TypeVar("T")
 LOG_EVERY = 15.0
 
 
-@dataclass(frozen=True)
-class _Sentence:
-    text: str
-
-    def __rich_console__(self, shown: Console, options: ConsoleOptions) -> Iterator[Text]:
-        yield Text(_filled(self.text, options.max_width))
-
-    def __rich_measure__(self, shown: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement.get(shown, options, Text(self.text))
-
-
-class _About(ProgressColumn):
-    """What is said of an item, in lines that end before no unit."""
-
-    def render(self, task: Task) -> _Sentence:
-        return _Sentence(task.fields["about"])
-
-
-class _Bars:
-    """The display of all bars: one below the other where several threads have some, since a screen has one display."""
-
-    def __init__(self) -> None:
-        self._lock, self._users = threading.Lock(), 0
-        self._display: Progress | None = None
-
-    @contextmanager
-    def on(self, screen: Console) -> Iterator[Progress]:
-        """The display on `screen`, which stays until its last user leaves."""
-        with self._lock:
-            if self._display is None:
-                whole = Column(no_wrap=True)  # where the line is short, what is said of an item takes several
-                about = Column(overflow="fold")
-                ends = (
-                    MofNCompleteColumn(table_column=whole),
-                    _About(table_column=about),
-                    TimeRemainingColumn(table_column=whole),
-                )
-                alone = screen.stderr  # else what libraries print belongs in the log
-                columns = [TextColumn("{task.description}", markup=False), BarColumn(10), *ends]
-                self._display = Progress(*columns, console=screen, redirect_stdout=alone, redirect_stderr=alone)
-                self._display.start()
-            self._users, display = self._users + 1, self._display
-        try:
-            yield display
-        finally:
-            with self._lock:
-                self._users -= 1
-                if not self._users:
-                    self._display = None
-                    display.stop()
-
-
-_bars = _Bars()
-
-
 class Advance(Protocol):
     """Counts one more item as done, and shows what is to be said of it."""
 
@@ -288,11 +221,23 @@ class Advance(Protocol):
 
 @contextmanager
 def showing(total: int, what: str, start: int = 0) -> Iterator[Advance]:
-    """A context that shows how many of `total` are done, `start` of them before, and the time left."""
+    """A context that shows how many of `total` are done, `start` of them before, and the time left.
+
+    On a terminal it is a bar. Runs side by side have lines there, too, since a terminal has one live display.
+    """
     screen, done, begun = console(), start, time.monotonic()
-    if screen.is_terminal:
-        with _bars.on(screen) as display:
-            task = display.add_task(f"{_run.get()} {what}".lstrip(), total=total, completed=start, about="")
+    if screen.is_terminal and not _run.get():
+        whole = Column(no_wrap=True)  # where the line is short, what is said of an item takes several
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(10),
+            MofNCompleteColumn(table_column=whole),
+            TextColumn("{task.fields[about]}", markup=False, table_column=Column(overflow="fold")),
+            TimeRemainingColumn(table_column=whole),
+        )
+        alone = screen.stderr  # else what libraries print belongs in the log
+        with Progress(*columns, console=screen, redirect_stdout=alone, redirect_stderr=alone) as display:
+            task = display.add_task(what, total=total, completed=start, about="")
             yield lambda about="": display.update(task, advance=1, about=about)
         return
     last = begun

@@ -28,7 +28,8 @@ from packaging.specifiers import SpecifierSet
 
 from qerl.host.provenance import hash_of_code, installed_version, of_this_package
 from qerl.settings.base import ConfigError
-from qerl.settings.run import EngineSettings
+from qerl.settings.data import DatasetSettings, FunctionData, ReasoningGymData
+from qerl.settings.run import EngineSettings, RunSettings
 
 # Faster imports of large libraries, and clear errors for missing ones.
 
@@ -236,6 +237,22 @@ def check_environment(path: str, arguments: Mapping[str, Any]) -> None:
         inspect.signature(made).bind(**arguments)
     except TypeError as error:
         raise ConfigError(f"environment.arguments don't fit {path}{inspect.signature(made)}: {error}") from None
+
+
+def check_functions(settings: RunSettings) -> None:
+    """Check that the rewards and the environment of a run can be imported and are called as they are defined."""
+    for name, reward in settings.reward.functions.items():
+        check(reward.function, f"reward.functions.{name}")
+    if settings.environment:
+        check_environment(settings.environment.name, settings.environment.arguments)
+
+
+def check_origin(dataset: DatasetSettings, key: str) -> None:
+    """Check that the function or library that makes a data set can be imported; `key` is that of its origin."""
+    if isinstance(dataset.origin, FunctionData):
+        check(dataset.origin.function, "origin.function")
+    if isinstance(dataset.origin, ReasoningGymData):
+        check_libraries(["reasoning_gym"], f"{key}.source")
 
 
 def takes_batches(function: Callable[..., Any]) -> bool:

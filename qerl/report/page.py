@@ -56,8 +56,8 @@ def stamp_table(files: Sequence[Path]) -> pd.DataFrame:
     return shown.assign(made=spans)[["machine", "commit", "results", "made", "libraries"]]
 
 
-def missing_table(stored: StoredResults, omitted: Mapping[str, str]) -> pd.DataFrame:
-    """What failed or was left out, with its reason."""
+def missing_table(stored: StoredResults) -> pd.DataFrame:
+    """What failed, with its reason."""
     rows = [("run", run.run, _joined(run.status, run.reason)) for _, run in stored.run_results if run.status != OK]
     for point in pd.concat([stored.points("rollout"), stored.points("step")]).to_dict("records"):
         if point["status"] != OK:
@@ -66,7 +66,6 @@ def missing_table(stored: StoredResults, omitted: Mapping[str, str]) -> pd.DataF
     for gate in (gate for file in stored.named(paths.VERDICT) for gate in read(VerdictResult, file).gates):
         if gate.outcome != "pass":
             rows.append(("gate", gate.gate, _joined(gate.outcome, gate.detail)))
-    rows += [("arm", name, reason) for name, reason in omitted.items()]
     return pd.DataFrame(rows, columns=["kind", "name", "reason"])
 
 
@@ -280,7 +279,7 @@ def write_report(job: ReportJob) -> None:
         said = sentences(stored.evaluations, table, differences)
         methods["Evaluation"] = scoring_table(result for _, result in stored.evaluation_results)
     methods |= settings_tables([run for _, run in stored.run_results])
-    missing, runs = missing_table(stored, job.omitted), run_cost_table(stored, address, job.out.parent)
+    missing, runs = missing_table(stored), run_cost_table(stored, address, job.out.parent)
     pages = [page for path in job.tables for page in (sorted(path.glob("*.html")) if path.is_dir() else [path])]
     values: dict[str, Any] = {
         "name": job.name,
@@ -299,7 +298,7 @@ def write_report(job: ReportJob) -> None:
         "tables": [(fragment(page.read_text(encoding="utf-8")), _downloads(page, job.out.parent)) for page in pages],
     }
     made = {
-        "missing": "What failed or was left out",
+        "missing": "What failed",
         "methods": "Methods",
         "runs": "Runs",
         "machine": "Machines and commits",
@@ -338,7 +337,7 @@ def _state(stored: StoredResults, missing: int) -> str:
     done = ", ".join(f"{count:,} {what}{'s' * (count != 1)}" for what, count in counts.items() if count)
     if not runs:
         return f"{done}. Tables say why a point has no number."
-    return f"{done}. " + (f"{missing} failed or were left out." if missing else "Nothing failed or was left out.")
+    return f"{done}. " + (f"{missing} failed." if missing else "Nothing failed.")
 
 
 def _stems(figures: Sequence[Path]) -> list[Path]:

@@ -21,7 +21,7 @@ from pydantic import (
 from qerl.host.provenance import stamp
 from qerl.results.statistics import Interval
 from qerl.settings.data import AnswerForm, RecordFormat, Split
-from qerl.settings.models import Base, MergedFormat, Recipe, WeightFormat
+from qerl.settings.models import Base, Recipe, WeightFormat
 from qerl.settings.run import RunSettings, SamplingSettings
 from qerl.settings.workflow import EvaluationSettings, Harness, StockTask
 
@@ -489,28 +489,6 @@ class OwnEvaluationResult(Scores):
     settings: Annotated[EvaluationSettings, PlainSerializer(whole)]
 
 
-class MergeLoss(Stored):
-    """What a merge into one checkpoint costs, measured on `problems` of a split, each with `repeats` completions.
-
-    `kl` is KL(policy || merged) per token in nats, over the whole vocabulary and at temperature 1, on completions of
-    the policy. `same_token` is the share of these tokens at which both find the same token most likely.
-    `difference` is the merged model's accuracy less the policy's, on the same problems with the same draws. Intervals
-    are over problems.
-    """
-
-    split: Split
-    problems: int
-    repeats: int
-    tokens: int
-    kl: Interval
-    same_token: float
-    accuracy: Interval
-    accuracy_merged: Interval
-    difference: Interval
-    dtype: Literal["float32", "bfloat16"]
-    sampling: Annotated[SamplingSettings, PlainSerializer(whole)]
-
-
 class Dose(Stored):
     """How far an error of the weights moves a policy before training, on completions of the policy at temperature 1.
 
@@ -532,17 +510,6 @@ class DoseReport(Stored):
 
     model: str
     arms: dict[str, Dose]
-    provenance: Provenance
-
-
-class MergedExport(Stored):
-    """merged.json beside a merged checkpoint: the run, its base's format and the checkpoint's, and the loss."""
-
-    run: str
-    base_weights: WeightFormat
-    weights: MergedFormat
-    size_bytes: int
-    loss: MergeLoss
     provenance: Provenance
 
 

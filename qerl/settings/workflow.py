@@ -251,7 +251,7 @@ class Experiment(Settings):
     base: dict[str, Any]
     arms: dict[Name, dict[str, Any]] = {"run": {}}
     """Settings of each arm over the base. An arm of null is left out, so that a protocol can remove one."""
-    grid: dict[str, list[Any]] = {"seed": [0, 1, 2]}
+    grid: dict[str, NonEmpty[Any]] = {"seed": [0, 1, 2]}
     """Values of each key. Every combination is a run of every arm."""
     train: bool = True
     """False leaves training out: the runs are only timed, by benches of kind `step`."""
@@ -263,8 +263,6 @@ class Experiment(Settings):
     failure a row of the tables. To try such a run again, delete its folder `train/<run>` in the results."""
     time_limit: Annotated[float, Field(gt=0)] | None = None
     """Hours that the steps of a run may take in all attempts together. A start with a higher limit continues."""
-    omitted: dict[str, str] = {}
-    """Arms of the paper that this experiment leaves out, each with the reason. `qerl plan` shows them."""
 
     @field_validator("base")
     @classmethod
@@ -282,14 +280,6 @@ class Experiment(Settings):
         if not arms:
             raise ValueError("no arm is left, and so no run; give at least one, or leave `arms` out for a single run")
         return {name: nested(arm) for name, arm in arms.items()}
-
-    @field_validator("grid")
-    @classmethod
-    def _grid_has_points(cls, grid: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        for key, values in grid.items():
-            if not values:
-                raise ValueError(f"grid.{key} is empty, which leaves no run; give at least one value")
-        return grid
 
 
 #: The blocks of steps from whose means a run's drift is estimated, and so the least steps of a run.
@@ -318,8 +308,8 @@ class Config(Settings):
     ```
     """
 
-    name: str
-    """Name of the folder of results, results/NAME, of letters, digits, - and _."""
+    name: Name
+    """Name of the folder of results, results/NAME."""
     protocol: Protocol = "paper"
     """The source to follow where paper and scripts disagree. Another than `paper` overrides keys by its entry of
     `protocols` and has its own folder of results."""
@@ -346,13 +336,6 @@ class Config(Settings):
     run has a job of its own. It decides no result."""
     track: list[TrackerName] = []
     """Trackers of all runs whose experiment doesn't name its own."""
-    fit_to_model: bool = False
-    """Choose missing settings of runs and evaluation by the size and context of each experiment's local checkpoint, and
-    by whether there is a GPU, in place of the defaults below."""
-    model: FilePath | None = None
-    """Checkpoint folder for every run, given on the command line."""
-    problems: FilePath | None = None
-    """File of problems for every run, given on the command line."""
 
     @model_validator(mode="before")
     @classmethod
@@ -378,15 +361,6 @@ class Config(Settings):
     @classmethod
     def _keys_are_nested(cls, protocols: dict[Protocol, dict[str, Any]]) -> dict[Protocol, dict[str, Any]]:
         return {name: _with_nested_keys(values) for name, values in protocols.items()}
-
-    @field_validator("name")
-    @classmethod
-    def _name_is_a_folder(cls, name: str) -> str:
-        if not name.replace("-", "").replace("_", "").isalnum() or len(name.encode()) > 255:
-            raise ValueError(
-                f"{name!r} names a folder of results: use letters, digits, - and _ only, at most 255 bytes"
-            )
-        return name
 
     @model_validator(mode="after")
     def _names_exist(self) -> Config:

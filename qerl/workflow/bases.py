@@ -61,13 +61,18 @@ def fetch_model(
     from qerl.models.loading import checkpoint_structure
 
     unreachable = hub_unreachable()
-    described = _download(repo, revision, target, CONFIG_FILES, unreachable)
-    if not described.is_dir():  # the client makes no folder if no file has one of the names
-        raise ConfigError(f"{repo} has no {CONFIG} at revision {revision}; name a model in the hub's layout")
-    (check or checkpoint_structure)(described)
+    (check or checkpoint_structure)(fetch_config(repo, revision, target, unreachable))
     folder = _download(repo, revision, target, MODEL_FILES, unreachable)
     if locked is not None:
         verify(locked, folder)
+    return folder
+
+
+def fetch_config(repo: str, revision: str, target: Path | None, unreachable: str | None) -> Path:
+    """As `fetch_model`, the configuration alone; `unreachable` is the answer of `hub_unreachable`."""
+    folder = _download(repo, revision, target, CONFIG_FILES, unreachable)
+    if not folder.is_dir():  # the client makes no folder if no file has one of the names
+        raise ConfigError(f"{repo} has no {CONFIG} at revision {revision}; name a model in the hub's layout")
     return folder
 
 

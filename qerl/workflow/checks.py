@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import functools
 import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from qerl.checkpoints.files import check_base, read_config
+from qerl.checkpoints.files import CONFIG, check_base, read_config
 from qerl.data.hub import check_folder
-from qerl.host.imports import check, check_engine, check_environment, check_libraries
+from qerl.host.imports import check_engine, check_functions, check_libraries, check_origin
 from qerl.jobs import Plan, PlannedRun
 from qerl.settings.base import ConfigError, UserError
-from qerl.settings.data import FunctionData, HubData, LocalData, ReasoningGymData
-from qerl.settings.models import FORMATS, LocalModel, PretrainSettings
+from qerl.settings.data import HubData, LocalData
+from qerl.settings.models import FORMATS, LocalModel
 from qerl.settings.run import FITTED
 from qerl.settings.workflow import DRIFT_BLOCKS, Config, Experiment, RolloutBench, require
 
@@ -57,46 +53,27 @@ def check_run(run: PlannedRun, config: Config) -> None:
     base = settings.base
     if base.calibration and base.calibration.dataset:
         require(base.calibration.dataset, config.datasets, written("calibration.dataset"), "datasets")
-    if base.rounded in FORMATS:
-        group = FORMATS[base.rounded].group_size
-        for key, width in _widths(config.models[settings.model]).items():
-            if width % group:
+    model = config.models[settings.model]
+    # Other models' widths are multiples of any group, or aren't known before a download.
+    if base.rounded in FORMATS and isinstance(model, LocalModel) and (model.path / CONFIG).is_file():
+        group, architecture = FORMATS[base.rounded].group_size, read_config(model.path)
+        for key in ("hidden_size", "intermediate_size"):
+            if architecture.get(key, 0) % group:
                 raise ConfigError(
-                    f"{written('weights')}: {key}={width} is not a multiple of {group}, the group size of "
+                    f"{written('weights')}: {key}={architecture[key]} is not a multiple of {group}, the group size of "
                     f"weights={base.rounded}"
                 )
-
-
-def _widths(model: Any) -> dict[str, int]:
-    """Input widths of the linear layers, if they are known before a download."""
-    if isinstance(model, PretrainSettings):
-        return {"hidden_size": model.hidden_size, "intermediate_size": model.intermediate_size}
-    if isinstance(model, LocalModel) and (model.path / "config.json").is_file():
-        architecture = read_config(model.path)
-        return {key: architecture[key] for key in ("hidden_size", "intermediate_size") if key in architecture}
-    return {}
 
 
 def check_inputs(plan_: Plan) -> None:
     """Check that local checkpoints, problem files and functions are complete and readable."""
     config = plan_.config
-    origins = [dataset.origin for dataset in config.datasets.values()]
-    rewards = {
-        each.function: name for run in plan_.runs.values() for name, each in run.settings.reward.functions.items()
-    }
-    data = [origin.function for origin in origins if isinstance(origin, FunctionData)]
-    for function, name in rewards.items():
-        check(function, f"reward.functions.{name}")
-    for environment in (run.settings.environment for run in plan_.runs.values()):
-        if environment:
-            check_environment(environment.name, environment.arguments)
-    for function in dict.fromkeys(data):
-        check(function, "origin.function")
+    for run in plan_.runs.values():
+        check_functions(run.settings)
     for name, dataset in config.datasets.items():
+        check_origin(dataset, f"datasets.{name}.origin")
         if isinstance(dataset.origin, HubData):
             check_folder(dataset.origin)
-        if isinstance(dataset.origin, ReasoningGymData):
-            check_libraries(["reasoning_gym"], f"datasets.{name}.origin.source")
     for model in config.models.values():
         if isinstance(model, LocalModel):
             check_base(model.path)
@@ -141,20 +118,6 @@ def check_local_models(plan_: Plan) -> None:
             check_settings(folders[run.settings.model], run.settings)
         except UserError as error:
             raise ConfigError(f"experiment {run.experiment}, arm {run.arm}: {error}") from None
-
-
-def check_interpreter() -> None:
-    """Raise ValueError if the `python` that rules run can't import this package and what it needs."""
-    python = shutil.which("python")
-    if python is not None:
-        if Path(python).parent == Path(sys.executable).parent:
-            return
-        if not subprocess.run([python, "-P", "-c", "import qerl.cli.commands"], capture_output=True).returncode:
-            return
-    refused = "no python is on the PATH" if python is None else f"the PATH's first, {python}, can't import qerl"
-    activate = Path(sys.executable).with_name("activate")
-    how = f" (source {activate})" if activate.is_file() else ""
-    raise ValueError(f"rules run `python`, and {refused}: activate the environment of Snakemake first{how}")
 
 
 def check_engines(plan_: Plan) -> None:

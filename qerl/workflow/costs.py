@@ -189,7 +189,7 @@ def disk(plan: Plan) -> list[dict[str, Any]]:
 
 
 def totals(plan: Plan, runs: pd.DataFrame, machine: str) -> list[str]:
-    """Lines with the totals of the table, and the arms that the configuration leaves out."""
+    """Lines with the totals of the table."""
     sizes = pd.to_numeric(pd.Series([row["gigabytes"] for row in disk(plan)]), errors="coerce")
     together = f"{sum(map(len, plan.cohorts.values()))} runs train side by side in {len(plan.cohorts)} jobs"
     return [
@@ -199,11 +199,6 @@ def totals(plan: Plan, runs: pd.DataFrame, machine: str) -> list[str]:
         f"updates: {_sum(runs.update_hours)} on {machine}",
         *([f"{together}; each has its part of the hours of their common rollouts"] if plan.cohorts else []),
         f"checkpoints: {sizes.sum():.0f} GB, {sizes.isna().sum()} of {len(sizes)} {UNMEASURED}; adapters not counted",
-        *(
-            f"{name} leaves out {arm}: {reason}"
-            for name, experiment in plan.config.experiments.items()
-            for arm, reason in experiment.omitted.items()
-        ),
     ]
 
 

@@ -1,202 +1,35 @@
-"""From a configuration to its plan, also for a user's own model, several machines, and a call of Snakemake."""
+"""From a configuration to its plan: runs, evaluations, bases and the speed grid; and the plan of a Snakemake call."""
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
-import math
 import os
 import re
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qerl.checkpoints.files import context_length, read_config, read_headers
 from qerl.checkpoints.shapes import PUBLISHED, SIZES, has_packed_experts_alone, shape_of
 from qerl.data.hub import check_pinned, with_locked_revisions
-from qerl.host.lease import devices
 from qerl.host.provenance import check_clock
 from qerl.jobs import Plan, PlannedEvaluation, PlannedRun
 from qerl.report_jobs import PointJob
 from qerl.results.paths import measured_file
 from qerl.results.speeds import SCHEMAS, GrpoStepResult, Measurement
 from qerl.results.store import read
-from qerl.settings.base import ConfigError, can_name_a_file, check_kind, parse, read_yaml
-from qerl.settings.data import DatasetSettings
-from qerl.settings.models import Base, LocalModel
+from qerl.settings.base import ConfigError, check_kind, parse, read_yaml
+from qerl.settings.models import Base
 from qerl.settings.run import RunSettings
-from qerl.settings.workflow import Config, Experiment, RolloutBench, TaskSettings, flat, harness_of, merged, nested
+from qerl.settings.workflow import Config, Experiment, RolloutBench, merged, nested
 from qerl.settings.workloads import EngineStep, PointPart, ShapesSettings
 from qerl.workflow.checks import (
     check_engines,
     check_inputs,
-    check_interpreter,
     check_local_models,
     check_run,
     written_as,
 )
-
-# The keys `model` and `problems`: one checkpoint and one set of problems for every run of a configuration.
-
-
-def shortened(config: Config) -> Config:
-    """Apply the command line's `model=` and `problems=`: every run uses that checkpoint and those problems.
-
-    Results go to a separate folder, whose name ends in a hash of the two paths, since other paths may have equal names.
-    """
-    from qerl.data.sources import check_problem_file
-
-    changes: dict[str, Any] = {}
-    model = _plain_name(config.model, "model", ())
-    problems = _plain_name(config.problems, "problems", config.datasets)
-    if config.model is not None:
-        changes["models"] = {model: LocalModel(source="local", path=config.model)}
-        changes["benches"] = {
-            key: bench.model_copy(update={"model": model}) if isinstance(bench, RolloutBench) else bench
-            for key, bench in config.benches.items()
-        }
-    if config.problems is not None:
-        record_format = check_problem_file(config.problems)
-        origin = {"source": "local", "path": config.problems}
-        same = next((known for known in config.datasets.values() if known.format == record_format), None)
-        values = {"format": record_format, "origin": origin, **(same.form if same else {})}
-        dataset = parse(DatasetSettings, values, "problems")
-        changes["datasets"] = {**config.datasets, problems: dataset}
-        task = TaskSettings(dataset=problems, harness=harness_of(record_format))
-        changes["evaluation"] = config.evaluation.model_copy(update={"tasks": [task]})
-    base_change = {key: value for key, value in (("model", model), ("dataset", problems)) if value}
-    changes["experiments"] = {
-        key: experiment.model_copy(update={"base": {**experiment.base, **base_change}})
-        for key, experiment in config.experiments.items()
-    }
-    identity = _path_hash(config.model, config.problems)
-    changes["name"] = "-".join([config.name, *base_change.values(), identity]).replace(".", "_")
-    return config.model_copy(update=changes)
-
-
-def _plain_name(path: Path | None, otherwise: str, taken: Collection[str]) -> str:
-    """A file's or folder's name as text for paths and commands; empty without a path.
-
-    `otherwise` replaces a name without a plain character; a name in `taken` gets the path's hash.
-    """
-    if path is None:
-        return ""
-    name = path.resolve().stem if path.is_file() else path.resolve().name
-    short = plain(name)[:60].strip("-.+") or otherwise
-    return f"{short}-{_path_hash(path)}" if short in taken else short
-
-
-def _path_hash(*paths: Path | None) -> str:
-    """Eight hexadecimal digits that identify paths, relative to the working directory, which also has the results."""
-    lie = [os.path.relpath(path.resolve()) if path else "" for path in paths]
-    return hashlib.sha256("\0".join(lie).encode()).hexdigest()[:8]
-
-
-# The choice of settings for a user's model, by its checkpoint.
-#
-# The choices are rules of thumb for a first run that fits into memory and learns. Keys in the configuration override
-# them.
-
-#: (least number of parameters, learning rate of LoRA): the paper's for large models, higher ones for smaller models.
-_LEARNING_RATES = ((1e9, 1e-5), (1e8, 3e-5), (0, 1e-4))
-#: The most tokens of a completion, if the context has room for them and for a prompt of the same length.
-_MAX_TOKENS = 1024
-_MAX_TOKENS_CPU = 256
-
-
-@dataclass(frozen=True)
-class Traits:
-    """The properties of a model and machine on which the choices depend."""
-
-    parameters: int
-    context: int | None
-    gpu: bool
-
-
-def traits(folder: Path) -> Traits:
-    """The traits of a checkpoint on this machine, from its headers. Raises CheckpointError for another folder."""
-    context = context_length(read_config(folder))
-    parameters = sum(math.prod(tensor.shape) for tensor in read_headers(folder).values())
-    return Traits(parameters, context, bool(devices()))
-
-
-def chosen(of: Traits) -> dict[str, Any]:
-    """The chosen settings: `run` for a run, `evaluation` for the evaluation."""
-    limit = _MAX_TOKENS if of.gpu else _MAX_TOKENS_CPU
-    max_tokens = limit if of.context is None else min(limit, of.context // 2)
-    dtype = "bfloat16" if of.gpu else "float32"
-    rate = next(rate for least, rate in _LEARNING_RATES if of.parameters >= least)
-    prompts, group_size, steps, tokens = (16, 8, 200, 16384) if of.gpu else (4, 4, 30, 2048)
-    return {
-        "run": {
-            "dtype": dtype,
-            "steps": steps,
-            "optimizer": {"learning_rate": rate},
-            "rollout": {"prompts": prompts, "group_size": group_size, "sampling": {"max_tokens": max_tokens}},
-            "micro_batch_tokens": tokens,
-            "gradient_checkpointing": "auto",
-        },
-        "evaluation": {"dtype": dtype, "sampling": {"max_tokens": max_tokens}, "repeats": 4 if of.gpu else 1},
-    }
-
-
-def fitted(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration's values. With `fit_to_model`, missing ones are chosen by each experiment's model."""
-    experiments = values.get("experiments")
-    if values.get("fit_to_model") is not True or not isinstance(experiments, Mapping):
-        return dict(values)
-    if values.keys() - Config.model_fields.keys():  # validation names the key, such as a misspelt `model`
-        return dict(values)
-    result, shortest = dict(values), None
-    fitting: dict[str, Any] = {}
-    for name, experiment in experiments.items():
-        folder = _folder(values, experiment)
-        if not isinstance(folder, (str, Path)):  # validation names the key of a number
-            return dict(values)
-        of = traits(can_name_a_file(Path(folder)))
-        fitting[name] = merged({"base": chosen(of)["run"]}, experiment)
-        shortest = of if shortest is None or (of.context or math.inf) < (shortest.context or math.inf) else shortest
-    evaluation = chosen(shortest)["evaluation"] if shortest else {}
-    return {**result, "experiments": fitting, "evaluation": merged(evaluation, values.get("evaluation") or {})}
-
-
-# `model=` and `problems=` become part of the name with a hash of their path, so that m/qwen2 and m2/qwen2 have folders
-# of their own.
-def _folder(values: Mapping[str, Any], experiment: Any) -> Any:
-    base = experiment.get("base") if isinstance(experiment, Mapping) else None
-    models = values.get("models")
-    name = base.get("model") if isinstance(base, Mapping) else None
-    model = models.get(name) if isinstance(models, Mapping) else None
-    path = values.get("model") or (model.get("path") if isinstance(model, Mapping) else None)
-    if not path:
-        raise ConfigError(
-            "fit_to_model chooses settings by a local checkpoint: give one as `model=FOLDER` (make: MODEL=FOLDER), or "
-            "as the `model` of each experiment, with source: local"
-        )
-    return path
-
-
-def fitting(plan_: Plan) -> list[str]:
-    """Lines for the user: the traits of each model by which settings were chosen, and the values of their keys."""
-    if not plan_.config.fit_to_model:
-        return []
-    lines: list[str] = []
-    for name, run in {run.settings.model: run for run in reversed(plan_.runs.values())}.items():
-        model = plan_.config.models[name]
-        assert isinstance(model, LocalModel)
-        of = traits(model.path)
-        where = "with a GPU" if of.gpu else "without a GPU"
-        length = "a context of unknown length" if of.context is None else f"a context of {of.context} tokens"
-        values = flat(run.settings.model_dump())
-        lines += [
-            f"{model.path}: {of.parameters / 1e9:.3g} billion parameters, {length}, {where}; settings for that:",
-            *(f"  {key}: {values[key]}" for key in flat(chosen(of)["run"])),
-        ]
-    return [*lines, f"{len(plan_.runs)} runs, results in {plan_.folder}"]
-
 
 # The runs of an experiment: one for each arm and point of its grid.
 
@@ -210,19 +43,14 @@ def expand(name: str, experiment: Experiment, defaults: Mapping[str, Any]) -> It
     for arm, changes in experiment.arms.items():
         of_arm = merged(base, changes)
         written = functools.partial(written_as, name, experiment, arm)
-        points: list[dict[str, Any]] = []
         for values in itertools.product(*experiment.grid.values()):
             given = dict(zip(experiment.grid, values, strict=True))
             settings = parse(RunSettings, merged(of_arm, nested(given)), "", written)
             varied = {key: _as_taken(value, key, settings) for key, value in given.items()}
-            if varied in points:
-                twice = ", ".join(f"{key}={value}" for key, value in varied.items())
-                raise ConfigError(f"experiments.{name}.grid has {twice} twice; keep one of the equal values")
-            points.append(varied)
             others = same.setdefault(repr(varied), {})
             # Arms that are only timed may be equal, which shows how far times repeat.
-            if experiment.train and settings in others.values():
-                twin = next(other for other, of_other in others.items() if of_other == settings)
+            twin = next((other for other, of_other in others.items() if other != arm and of_other == settings), None)
+            if experiment.train and twin:
                 raise ConfigError(
                     f"experiments.{name}.arms.{arm} has the same settings as the arm {twin}, so their runs would be "
                     "the same; change one, or leave it out"
@@ -255,14 +83,13 @@ _LONGEST_ID = 200
 
 def plan(config: Config) -> Plan:
     """Expand a configuration to its plan. Raises `ConfigError`, which names the part that doesn't fit."""
-    config = shortened(config) if config.model or config.problems else config
     runs: dict[str, PlannedRun] = {}
     for name, experiment in config.experiments.items():
         for run in expand(name, experiment, {"track": config.track}):
             if run.id in runs:
                 raise ConfigError(
-                    f"two runs are named {run.id}; rename an arm or a grid key, or make arms of grid values that "
-                    "differ only in special characters"
+                    f"two runs are named {run.id}; keep one of equal grid values, rename an arm or a grid key, or make "
+                    "arms of grid values that differ only in special characters"
                 )
             if len(run.id) > _LONGEST_ID:
                 raise ConfigError(
@@ -292,7 +119,7 @@ def _evaluations(config: Config, trained: Mapping[str, PlannedRun]) -> Iterator[
     """Evaluations of the runs' bases and of bf16, on the tasks of all their runs, and then of the runs."""
     every = dict.fromkeys(task.dataset for task in config.evaluation.tasks)
     named = {id: config.experiments[run.experiment].tasks for id, run in trained.items()}
-    of_run = {id: tuple(every if tasks is None or config.problems else tasks) for id, tasks in named.items()}
+    of_run = {id: tuple(every if tasks is None else tasks) for id, tasks in named.items()}
     of_base: dict[Base, set[str]] = {}
     for id, run in trained.items():
         for base in (Base(run.settings.model, "bf16"), run.settings.base):
@@ -332,7 +159,7 @@ def plan_from(given: Mapping[str, Any], default: Path, files: Sequence[Path] = (
     if values.get("protocol", "paper") != "paper":
         where += f" with protocol {values['protocol']}"
     try:
-        plan_ = plan(with_locked_revisions(parse(Config, fitted(values), "")))
+        plan_ = plan(with_locked_revisions(parse(Config, values, "")))
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     check_inputs(plan_)
@@ -431,49 +258,25 @@ def workflow_plan(given: Mapping[str, Any], files: Sequence[Path], root: Path) -
     """The plan of what Snakemake was given: `--configfile` replaces the default, `--config` sets top-level keys.
 
     `given` has both, merged; `root` is the clone. The default is config/config.yaml of the working directory, as in
-    .test, if there is one. Else it is the miniature's, or, for `--config model=FOLDER`, the default of real models.
+    .test, if there is one, else the miniature's.
     Raises ValueError, which names the key or the file.
     """
-    default = Path("config/config.yaml")
-    if not default.is_file():
-        default = root / "config" / ("own.yaml" if given.get("model") else "mini.yaml")
+    own = Path("config/config.yaml")
+    default = own if own.is_file() else root / "config/mini.yaml"
     for file in files:
         read_yaml(file)  # Snakemake takes the last one of two equal keys
     plan = plan_from(given, default, files)
-    _check_paths(plan)
     check_clock([Path(plan.folder)])
     return plan
 
 
-def _check_paths(plan: Plan) -> None:
-    """Refuse paths of the user in which Snakemake would take a part in braces for a wildcard."""
-    config = plan.config
-    models = {f"models.{name}.path": m.path for name, m in config.models.items() if isinstance(m, LocalModel)}
-    data = {f"datasets.{name}.origin": one.own_file for name, one in config.datasets.items()}
-    given = {"model": config.model, "problems": config.problems}
-    gates = config.gates
-    of_gates = (
-        {f"gates.{key}": getattr(gates, key) for key in ("file", "baselines", "vectors", "stored")} if gates else {}
-    )
-    for key, path in {**given, **models, **data, **of_gates}.items():
-        if path is not None and "{" in str(path):
-            raise ConfigError(
-                f"`{key}`: Snakemake takes braces for a wildcard, and {path} has some; rename it, or give a link to it "
-                "whose name has none"
-            )
-
-
 def check_start(plan: Plan, workflow: Any) -> None:
-    """Raise ValueError for what jobs would fail with later, as Snakemake (its `workflow`) is about to start them.
-
-    Prints the settings that were chosen by a model.
-    """
+    """Raise ValueError for what jobs would fail with later, as Snakemake (its `workflow`) is about to start them."""
     check_pinned(plan.config, " ".join(map(str, workflow.configfiles)))
     deployment = {str(method) for method in workflow.deployment_settings.deployment_method}
     if "apptainer" in deployment and not os.environ.get("QERL_IMAGE"):
         raise ConfigError("--sdm apptainer needs an image: set QERL_IMAGE to its file or address, see Containerfile")
     if not deployment:  # with one, jobs have environments of their own
-        check_interpreter()
         check_engines(plan)
         check_local_models(plan)
     for run in plan.runs.values() if workflow.local_exec else ():
@@ -482,5 +285,3 @@ def check_start(plan: Plan, workflow: Any) -> None:
                 f"experiment {run.experiment}, arm {run.arm}: nodes={run.settings.nodes} needs a cluster; use a "
                 "profile such as profiles/slurm, or set nodes=1"
             )
-    for line in fitting(plan):
-        print(line, file=sys.stderr)

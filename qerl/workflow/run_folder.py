@@ -18,12 +18,12 @@ from qerl.checkpoints.files import RUN_FILE, check_checkpoint, check_tokenizer, 
 from qerl.data.hub import contents_of
 from qerl.data.sources import RECORDS, RecordFiles, as_files, is_objects, parse_run
 from qerl.host.console import log
-from qerl.host.imports import check as check_function
 from qerl.host.imports import (
     check_engine,
-    check_environment,
+    check_functions,
     check_installed,
     check_libraries,
+    check_origin,
     check_unchanged,
     path_of,
     source_version,
@@ -34,7 +34,7 @@ from qerl.results.paths import CHECKPOINT, DATA, LOG, METRICS, POLICY, REPORT, R
 from qerl.results.schema import StepMetrics
 from qerl.results.store import read_rows
 from qerl.settings.base import ConfigError, PathLike, check_kind, path_argument, read_yaml
-from qerl.settings.data import FunctionData, LocalData, ReasoningGymData
+from qerl.settings.data import LocalData
 from qerl.settings.run import OF_SEVERAL, UNDECIDING, RunFile
 from qerl.settings.workflow import flat, merged, nested
 from qerl.workflow.bases import HUB_MODEL, MAIN_BRANCH, base_folder, check_weights, model_folder
@@ -173,17 +173,10 @@ def checked_source(settings: RunFile) -> Path:
             "training needs gradients, which torch.inference_mode() or torch.no_grad() turns off here; call it outside"
         )
     check_processes(settings.processes, settings.nodes)
-    for name, reward in settings.reward.functions.items():
-        check_function(reward.function, f"reward.functions.{name}")
-        check_unchanged(reward.function)
-    if settings.environment:
-        check_environment(settings.environment.name, settings.environment.arguments)
-        check_unchanged(settings.environment.name)
-    if isinstance(settings.dataset.origin, FunctionData):
-        check_function(settings.dataset.origin.function, "origin.function")
-        check_unchanged(settings.dataset.origin.function)
-    if isinstance(settings.dataset.origin, ReasoningGymData):
-        check_libraries(["reasoning_gym"], "origin.source")
+    check_functions(settings)
+    check_origin(settings.dataset, "origin")
+    for path in sorted(settings.own_functions | data_stage(settings).job.own_functions):
+        check_unchanged(path)
     check_engine(settings.rollout, "rollout.engine")
     check_libraries(settings.track, "track")
     source = base_folder(settings.model, settings.weights, lambda folder: _check_config(folder, settings))

@@ -133,6 +133,13 @@ def test_a_clock_set_back_is_reported_with_the_command_that_fixes_it(tree):
     assert tree.planned(*ARGUMENTS) == {}
 
 
+def test_rules_run_the_python_of_a_snakemake_whose_environment_is_not_active(tree):
+    target = ("--configfile", "faults.yaml", "--", "results/micro/data/definitions/dataset.json")
+    environment = {**tree.environment, "PATH": "/usr/bin:/bin"}
+    subprocess.run([sys.executable, "-m", "snakemake", *CORES, *target], cwd=tree.folder, env=environment, check=True)
+    assert (tree.folder / target[-1]).is_file()
+
+
 def with_settings(tree: Tree, changes: dict, **experiment) -> dict[str, int]:
     """The jobs that Snakemake plans with other settings of the runs and their experiment."""
     values = yaml.safe_load((tree.folder / "faults.yaml").read_text())

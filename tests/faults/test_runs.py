@@ -1,4 +1,4 @@
-"""Numbers that diverge, inputs that change under a run, clocks, two processes of one run."""
+"""Numbers that diverge, inputs that change under a run, clocks, a reward that hangs, two processes of one run."""
 
 import json
 import os
@@ -21,7 +21,6 @@ from tests.faults.test_files import CUT, cut_before
 from tests.tiny import tiny_qwen2
 
 ROOT = Path(__file__).parents[2]
-
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,5 @@
 """Runs shared out over GPUs, for which processes on the CPU stand: each ends with the bits of the run alone."""
 
-import json
 import multiprocessing
 import os
 import re
@@ -28,6 +27,7 @@ from tests.conftest import nightly
 from tests.faults.conftest import SETTINGS, forked
 from tests.faults.test_cohort import FAILING, assert_same, finished, make_jobs, steps_of, train_alone
 from tests.faults.test_files import CUT, cut_before
+from tests.tiny import write_sums
 
 #: The last one trains in full, and so beside no other.
 RUNS = {
@@ -261,13 +261,11 @@ def test_the_lines_of_all_processes_are_on_the_screen_and_in_the_log(run):
     values = {
         **SETTINGS,
         "model": "base",
-        "dataset": "problems.jsonl",
+        "dataset": str(write_sums(run.folder / "problems.jsonl")),
         "steps": 3,
         "seeds": [0, 1, 2],
         "out": "several",
     }
-    rows = [{"question": f"What are {n} and {n}?", "answer": f"#### {2 * n}"} for n in range(40)]
-    (run.folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (run.folder / "several.yaml").write_text(yaml.safe_dump(values))
     (run.folder / "command.py").write_text(COMMAND)
     environment = {**os.environ, "PYTHONPATH": f"{Path(qerl.__file__).parents[1]}:{run.folder}", "TTY_COMPATIBLE": "1"}

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from qerl.settings.base import read_yaml
-
 ROOT = Path(__file__).parents[2]
 RULE = ROOT / "workflow/rules/train.smk"
 #: Ends as the next word of the file `ends` says, and leaves a line for each try.
@@ -54,12 +52,3 @@ def test_nothing_is_tried_again_for_a_snakemake_that_is_gone(command, tmp_path):
     # Its output ends when the last process that has it does.
     subprocess.run(["bash", "-c", parent, command], check=True, stdout=subprocess.PIPE)
     assert len((tmp_path / "tries").read_text().splitlines()) == 1
-
-
-def test_snakemake_retries_no_error():
-    """Snakemake's own retries can't tell a kill from an error, locally or on a cluster."""
-    assert "retries" not in RULE.read_text()
-    profiles = {file.parent.name: read_yaml(file) for file in (ROOT / "profiles").glob("*/config.yaml")}
-    assert "slurm" in profiles
-    assert all("retries" not in profile for profile in profiles.values())
-    assert profiles["slurm"]["slurm-requeue"] is True

@@ -1,7 +1,6 @@
 """The scripts in `examples`, each run as a user runs it."""
 
 import inspect
-import json
 import os
 import re
 import subprocess
@@ -17,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import qerl
-from tests.tiny import tiny_qwen2, write_template
+from tests.tiny import tiny_qwen2, write_sums, write_template
 
 ROOT = Path(__file__).parents[2]
 #: Random completions are never correct, so a function of the text gives them rewards that differ.
@@ -30,8 +29,7 @@ def folder(tmp_path_factory):
     """The folder in which the page of the loop was run, with its output in printed.txt."""
     folder = tmp_path_factory.mktemp("page")
     write_template(tiny_qwen2(folder / "dense"))
-    rows = [{"question": f"What are {n} and {n}?", "answer": f"#### {2 * n}"} for n in range(8)]
-    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_sums(folder / "sums.jsonl", 8)
     (folder / "reward_of_page.py").write_text(REWARD)
     options = {"model": "dense", "problems": "sums.jsonl", "out": "page", "reward": "reward_of_page:characters"}
     options |= {"steps": STEPS, "prompts": PROMPTS, "group-size": GROUP, "max-tokens": TOKENS, "learning-rate": RATE}

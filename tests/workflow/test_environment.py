@@ -1,8 +1,6 @@
 """What is outside of the package: pins of pip and conda, the Makefile and the actions of the hosted checks."""
 
 import re
-import shlex
-import subprocess
 import tomllib
 from itertools import chain
 from pathlib import Path
@@ -53,18 +51,6 @@ def test_a_lock_has_the_hashes_of_each_pin_and_of_what_its_torch_needs(name, tor
     assert ("nvidia-cublas" in locked) == ("triton" in locked) == (name == "cuda")
 
 
-def test_images_are_of_the_locks_and_libraries_are_no_layer_that_a_change_of_the_code_builds_again():
-    stages = re.split(r"^FROM \S+ AS ", (ROOT / "Containerfile").read_text(), flags=re.MULTILINE)
-    for name, *lines in (stage.splitlines() for stage in stages[2:]):
-        copied = [word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]]
-        assert copied[0] == f"locks/{name}.txt"
-        assert all((ROOT / file).exists() for file in copied)
-        [installed] = [line for line in lines if "--require-hashes" in line]
-        assert installed.endswith(f"--requirement {copied[0]}")
-        assert lines.index(installed) < lines.index("COPY qerl qerl")
-    assert [stage.split()[0] for stage in stages[1:]] == ["base", "cpu", "cuda"]
-
-
 def test_the_version_that_is_cited_is_the_packages():
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == qerl.__version__
     assert f"\n## {qerl.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
@@ -77,18 +63,6 @@ def test_vllm_for_cpus_adds_to_the_pins_and_changes_none():
     assert len(named) == len(added) - 1
     assert not named & pins().keys()
     assert not any(name.startswith("torch") for name in named)
-
-
-@pytest.mark.parametrize("model", ["models/mine", "my models/a b", "it's; rm -rf *"])
-def test_paths_of_ones_own_reach_the_workflow_as_they_are(model):
-    command = ["make", "--dry-run", "reproduce", f"MODEL={model}", "PROBLEMS=my problems.jsonl"]
-    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    [train] = [shlex.split(line) for line in told if line.startswith("snakemake ")]
-    keys = [f"model={model}", "problems=my problems.jsonl"]
-    assert train[train.index("--configfile") + 1 :] == ["config/own.yaml", "--config", *keys]
-    [report] = [line for line in told if line.startswith("folder=")]
-    where = shlex.split(report.partition("$(")[2].partition(") &&")[0])
-    assert where == ["qerl", "where", "config/own.yaml", *keys]
 
 
 def test_actions_are_pinned_by_commit_and_leave_no_credentials():

@@ -1,10 +1,8 @@
 """Snakemake's plan, and its refusal of configurations that can't run."""
 
-import json
 import re
 import shutil
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +11,7 @@ import yaml
 from qerl.settings.workflow import merged
 from qerl.study.data import write_study
 from tests.conftest import in_nightly
-from tests.tiny import tiny_decoder, tiny_qwen2, write_template
+from tests.tiny import tiny_decoder, tiny_qwen2, write_sums, write_template
 from tests.unit.study.test_dose import study
 from tests.workflow.conftest import ROOT, copy_tree
 
@@ -152,41 +150,15 @@ def test_profiles_name_rules_and_resources_that_exist(tree):
 # The same DAG on a checkpoint and a file of problems that the project didn't make.
 
 
-def write_own(folder: Path, model: str, problems: str) -> None:
-    write_template(tiny_qwen2(folder / model))
-    rows = [{"question": f"What are {n} and {n}?", "answer": f"#### {2 * n}"} for n in range(60)]
-    (folder / problems).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def test_all_that_own_models_and_problems_need_is_planned(tmp_path, tree):
-    """By the configuration of real models, which is that of a model without one."""
-    write_own(tmp_path, "Own-Model-0.1B", "pears.jsonl")
-    keys = ("--directory", str(tmp_path), "--config", "model=Own-Model-0.1B", "problems=pears.jsonl")
-    planned = tree.planned(*keys)
+    write_template(tiny_qwen2(tmp_path / "Own-Model-0.1B"))
+    write_sums(tmp_path / "pears.jsonl")
+    text = (tree.folder / "config/own.yaml").read_text().replace("path/to/checkpoint", "Own-Model-0.1B")
+    (tmp_path / "my.yaml").write_text(text.replace("path/to/problems.jsonl", "pears.jsonl"))
+    planned = tree.planned("--directory", str(tmp_path), "--configfile", str(tmp_path / "my.yaml"))
     made = {"prepare_data": 1, "check_model": 4, "quantize": 2, "train": 3, "evaluate": 5}
     assert {rule: planned[rule] for rule in made} == made
     assert not {"pretrain", "fetch_model"} & planned.keys()
-
-
-@pytest.mark.parametrize(
-    ("key", "name", "sentence"),
-    [
-        ("model", "1e5", "`model` must be a path, not 100000.0; a name that reads as a number needs its folder"),
-        (
-            "problems",
-            "sums {a}.jsonl",
-            "`problems`: Snakemake takes braces for a wildcard, and sums {a}.jsonl has",
-        ),
-    ],
-)
-def test_a_name_that_snakemake_reads_otherwise_is_a_sentence(tmp_path, tree, key, name, sentence):
-    names = {"model": "plain", "problems": "sums.jsonl", key: name}
-    write_own(tmp_path, **names)
-    arguments = [f"{one}={path}" for one, path in names.items()]
-    run = tree.snakemake("-n", "--directory", str(tmp_path), "--config", *arguments, check=False)
-    assert run.returncode == 1
-    assert sentence in run.stdout + run.stderr
-    assert "Traceback" not in run.stdout + run.stderr
 
 
 # The profiles of clusters, by a dry run with their executor's plugin, where it is installed.

@@ -26,7 +26,7 @@ from qerl.results.store import read_rows
 from qerl.settings.data import INSTRUCTIONS
 from tests.forks import call, forget_package
 from tests.hub_layouts import cached, into_cache
-from tests.tiny import TEMPLATE, tiny_qwen2, write_template
+from tests.tiny import TEMPLATE, tiny_qwen2, write_sums, write_template
 from tests.workflow.conftest import ROOT
 
 pytestmark = [pytest.mark.slow]
@@ -66,8 +66,7 @@ def folder(tmp_path_factory) -> Path:
     for name in ("config", "profiles"):
         shutil.copytree(ROOT / name, folder / name)
     write_template(tiny_qwen2(folder / "my-model"), f"{TEMPLATE[:-1]}{{{{ '!' if enable_thinking }}}}:")
-    rows = [{"question": f"How many are {n} and {n}?", "answer": f"#### {2 * n}"} for n in range(40)]
-    (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_sums(folder / "problems.jsonl")
     return folder
 
 
@@ -185,7 +184,6 @@ def test_the_wheel_has_every_file_of_the_package(folder):
     "command",
     [
         "qerl plan config/paper.yaml",
-        "qerl plan config/own.yaml model=my-model",
         "qerl grid config/shapes.yaml",
         "qerl doctor --model my-model --rank 16 --max-tokens 6 --memory-gb 24",
         "qerl keys",

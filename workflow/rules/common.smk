@@ -14,6 +14,10 @@ sys.path.insert(0, str(ROOT))
 OTHERS = filter(None, [os.environ.get("PYTHONPATH")])  # jobs load it, too
 # Snakemake starts itself as a module, for rules with `run` and on clusters: a file here must not shadow one of its modules.
 os.environ.update(PYTHONPATH=os.pathsep.join([str(ROOT), *OTHERS]), PYTHONSAFEPATH="1")
+# Rules run `python`, which is Snakemake's own where its environment isn't active; an image or a conda environment has another.
+BIN, PLACES = os.path.dirname(sys.executable), os.environ.get("PATH", "").split(os.pathsep)
+if BIN not in PLACES:
+    os.environ.update(PATH=os.pathsep.join([BIN, *PLACES]))
 
 from qerl.host.lease import devices
 from qerl.report_jobs import FINISHED, final_files, listed_results, stored_results

@@ -1,12 +1,10 @@
 """A tiny model and problems, and a finished run of a packed one, with an evaluation of it and of its base."""
 
-import json
-
 import pytest
 
 import qerl
 from qerl.settings.workflow import TaskSettings
-from tests.tiny import tiny_qwen2, write_template
+from tests.tiny import tiny_qwen2, write_sums, write_template
 
 ROWS = [{"question": f"What are {n} and {n}?", "answer": f"#### {2 * n}"} for n in range(40)]
 #: A run of seconds.
@@ -30,16 +28,12 @@ def commit(monkeypatch):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder = tiny_qwen2(tmp_path_factory.mktemp("models") / "dense")
-    write_template(folder)
-    return folder
+    return write_template(tiny_qwen2(tmp_path_factory.mktemp("models") / "dense"))
 
 
 @pytest.fixture(scope="module")
 def problems(tmp_path_factory):
-    file = tmp_path_factory.mktemp("problems") / "sums.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return file
+    return write_sums(tmp_path_factory.mktemp("problems") / "sums.jsonl")
 
 
 @pytest.fixture
@@ -50,10 +44,9 @@ def values(model, problems, tmp_path):
 @pytest.fixture(scope="session")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("by_hand")
-    write_template(tiny_qwen2(folder / "tiny-model"))
-    (folder / "tiny-model/README.md").write_text("---\nlicense: apache-2.0\n---\n# Tiny\n")
-    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    inputs = {"model": str(folder / "tiny-model"), "dataset": str(folder / "sums.jsonl")}
+    model = write_template(tiny_qwen2(folder / "tiny-model"))
+    (model / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Tiny\n")
+    inputs = {"model": str(model), "dataset": str(write_sums(folder / "sums.jsonl"))}
     values = {**SETTINGS, **inputs, "weights": "nvfp4", "steps": 3, "reward": {}, "noise": {"schedule": "constant"}}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QERL_COMMIT", "test")

@@ -73,7 +73,7 @@ def test_a_stock_task_has_its_own_prompt_and_examples(model, problems, tmp_path)
         qerl.evaluate(policy, data, tmp_path / "e", task="gsm8k", instruction="Be brief.")
     with pytest.raises(ConfigError, match="no stock task 'gms8k'; use one of gsm8k, math_500"):
         qerl.evaluate(policy, data, tmp_path / "e", task="gms8k")
-    with pytest.raises(ValueError, match=r"sums.jsonl is all asked; set fewshot to 0"):
+    with pytest.raises(ValueError, match=r"takes its examples from the training split.*set fewshot: 0"):
         qerl.evaluate(policy, problems, tmp_path / "e", task="gsm8k")
 
 
@@ -96,7 +96,6 @@ def sample(prompts, count=1, **options):
         (sample([[{"role": "user", "content": "Two?"}]]), "text of one user's message, not .*'role': 'user'"),
         (sample(["Two?", None]), "must be a string.* not None"),
         *((sample(["Two?"], n), f"`count` must be a whole number above 0, not {n!r}") for n in (0, "4", 2.5, True)),
-        (sample(["Tw\ud800?"]), "a prompt has half of a surrogate pair at character 2, which is no character"),
         *((sample(prompts), "prompts must be a list of strings") for prompts in (None, "a")),
         (sample(["a"], max_token=5), "unknown key `max_token`"),
         (sample(["a"], seed=-1), "`seed` must be a whole number from 0 to 4294967295, not -1"),

@@ -37,11 +37,6 @@ def packed(model, tmp_path_factory):
         return qerl.quantize(model, tmp_path_factory.mktemp("packed") / "nvfp4")
 
 
-def test_quantize_makes_a_checkpoint_with_a_report(packed, model):
-    assert weights_format_of(packed) == "nvfp4"
-    assert json.loads((packed / "report.json").read_text())["model"] == str(model)
-
-
 def test_a_packed_checkpoint_is_trained_as_it_is(packed, values):
     run = qerl.train({**values, "model": str(packed), "weights": "nvfp4"})
     assert (run.checkpoint / "model.safetensors").resolve() == (packed / "model.safetensors").resolve()

@@ -174,24 +174,6 @@ def test_an_index_of_one_file_is_no_second_set(folder):
 READ = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"]
 
 
-@pytest.mark.parametrize("name", [*READ, "special_tokens_map.json", "chat_template.jinja"])
-def test_a_pipe_in_place_of_a_file_is_refused(folder, name):
-    """Whoever reads it would wait without end."""
-    (folder / name).unlink(missing_ok=True)
-    os.mkfifo(folder / name)
-    for read in (check_checkpoint, load_tokenizer, lambda folder: load_model(folder, torch.float32)):
-        with pytest.raises(CheckpointError, match=f"{re.escape(name)} is no regular file"):
-            read(folder)
-
-
-@pytest.mark.parametrize(("name", "size"), [("config.json", 2**28), ("chat_template.jinja", 2**20)])
-def test_a_file_without_end_is_refused_by_its_size(folder, name, size):
-    with (folder / name).open("ab") as file:
-        file.truncate(size + 1)
-    with pytest.raises(CheckpointError, match=f"{name} has {size + 1} bytes, and such a file has at most {size}"):
-        check_checkpoint(folder)
-
-
 @pytest.mark.parametrize("name", READ)
 def test_an_unreadable_file_is_named_as_such(name):
     with TemporaryDirectory() as scratch:

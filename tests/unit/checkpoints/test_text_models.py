@@ -53,15 +53,6 @@ def test_published_gemma_3_is_read_as_transformers_reads_it(tmp_path, size):
     assert context_length(read_config(folder)) == context_length(expected) == 131072
 
 
-def test_published_mistral_small_has_a_head_of_its_own(tmp_path):
-    """transformers' class of the whole would tie it by default, and finds another one in the files."""
-    folder = written(tmp_path, "mistral3", _MISTRAL_SMALL, vision_config={"model_type": "pixtral"})
-    shape = ModelShape.of(read_config(folder))
-    assert not shape.tied
-    assert not config_of(folder).tie_word_embeddings
-    assert weight_bytes(shape, "bf16") / 2e9 == pytest.approx(23.57, abs=0.01)
-
-
 def test_layer_types_of_mistral_count_no_more_than_in_the_whole(tmp_path):
     """Alone, transformers would take them for those of Ministral."""
     types = {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2, "sliding_window": 4}
@@ -71,9 +62,10 @@ def test_layer_types_of_mistral_count_no_more_than_in_the_whole(tmp_path):
 
 
 def test_a_head_is_tied_where_the_text_model_says_so_or_else_the_whole(tmp_path):
-    for text, whole, tied in ((True, False, True), (None, True, True), (False, True, False)):
-        stated = {} if text is None else {"tie_word_embeddings": text}
-        written(tmp_path, "mistral3", _MISTRAL_SMALL | stated, tie_word_embeddings=whole)
+    """Where neither says it, transformers' class of the whole would tie it, and finds another one in the files."""
+    for text, whole, tied in ((True, False, True), (None, True, True), (False, True, False), (None, None, False)):
+        stated, outer = ({} if one is None else {"tie_word_embeddings": one} for one in (text, whole))
+        written(tmp_path, "mistral3", _MISTRAL_SMALL | stated, vision_config={"model_type": "pixtral"}, **outer)
         assert config_of(tmp_path).tie_word_embeddings is tied
 
 

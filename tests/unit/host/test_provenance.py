@@ -1,7 +1,6 @@
 """The stamp and the code version."""
 
 import ast
-import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -71,23 +70,6 @@ def test_a_checkout_that_tracks_the_package_tells_its_commit(repository, monkeyp
     assert code.code_state().items() >= {"commit": commit, "dirty": False}.items()
     (code.PACKAGE / "__init__.py").write_text("a = 2\n")
     assert code.code_state().items() >= {"commit": commit, "dirty": True}.items()
-
-
-def test_stamp_names_code_machine_and_versions(monkeypatch):
-    monkeypatch.setenv("QERL_COMMIT", "abc")
-    made = json.loads(json.dumps(code.stamp(seed=3)))
-    assert made["commit"] == "abc"
-    assert made["seed"] == 3
-    assert made["machine"]["cores"] >= 1
-    assert {"python", "torch", "transformers"} <= made["versions"].keys()
-
-
-def test_json_is_written_whole_or_not_at_all(tmp_path):
-    target = tmp_path / "result.json"
-    code.write_json(target, {"a": 1})
-    with pytest.raises(TypeError):
-        code.write_json(target, {("not", "a key"): 1})
-    assert json.loads(target.read_text()) == {"a": 1}
 
 
 def test_the_version_of_python_does_not_count():

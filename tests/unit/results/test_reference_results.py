@@ -26,7 +26,7 @@ FILES = sorted(file for file in REFERENCE.rglob("*") if file.is_file())
 STORED = [file for file in FILES if file.suffix in (".json", ".jsonl")]
 #: Schemas by the name of a file, or else by a key that only they have.
 NAMED = {"run.json": schema.RunResult, "report.json": schema.QuantizationReport, "pretrain.json": schema.PretrainReport}
-NAMED |= {"merged.json": schema.MergedExport, "measured.json": schema.GateMeasurements}
+NAMED |= {"measured.json": schema.GateMeasurements}
 NAMED |= {"numerics.json": schema.NumericsResult, "speed.json": schema.SpeedResult}
 NAMED |= {"metrics.jsonl": schema.StepMetrics, "samples.jsonl": schema.SampleRow, "outcomes.jsonl": schema.OutcomeRow}
 KEYS = {"stored": schema.StoredPolicyResult, "adapter": schema.OwnEvaluationResult, "tasks": schema.EvaluationResult}

@@ -28,8 +28,6 @@ CONFIGS = sorted((ROOT / "config").glob("*.yaml"))
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)
 def test_every_configuration_of_the_repository_is_valid(file):
     values = yaml.safe_load(file.read_text())
-    if values.get("fit_to_model"):
-        pytest.skip("it needs a model: test_own.py")
     config = parse(Config, values, file.name)
     again = yaml.safe_dump(config.model_dump(mode="json"))
     assert parse(Config, parse_yaml(again, "again"), "again") == config

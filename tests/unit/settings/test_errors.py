@@ -141,7 +141,7 @@ def test_a_number_that_yaml_reads_as_text_is_a_number_of_the_grid(tmp_path):
         ({"rest": "{experiments: {e: {base: {}, arms: {a: null}}}}"}, "`experiments.e.arms`: no arm is left"),
         ({"rest": "evaluation: {tasks: [{dataset: definitions, harness: lm-eval}]}"}, "use harness: lighteval"),
         ({"arm": "adapter.rank: 0"}, "adapter.rank=0 leaves method=lora nothing to train"),
-        ({"grid": "optimizer.learning_rate: [1e-5, 1.0e-5]"}, "seed=0, optimizer.learning_rate=1e-05 twice; keep one"),
+        ({"grid": "optimizer.learning_rate: [1e-5, 1.0e-5]"}, "two runs are named main-x-seed0-learning_rate1e-05"),
     ],
 )  # fmt: skip
 def test_a_mistake_in_a_configuration_names_its_file_and_its_place(tmp_path, where, sentence):

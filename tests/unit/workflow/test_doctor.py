@@ -215,7 +215,7 @@ def no_network(monkeypatch, tmp_path):
 
 
 def test_without_a_network_a_model_of_the_hub_is_refused(no_network):
-    with pytest.raises(CheckpointError, match=r"--model org/name \(no connection to http://127.0.0.1:9: .*refused\)"):
+    with pytest.raises(ConfigError, match=r"can't download org/name \(no connection to http://127.0.0.1:9: .*refused"):
         candidate("org/name", None)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from qerl.checkpoints.shapes import QWEN, ModelShape, shape_of
+from qerl.checkpoints.shapes import ModelShape, shape_of
 from qerl.doctor import candidate, diagnose
 from qerl.kernels.packed_sequences import Packing
 from qerl.kernels.state import PAGE, DeltaHeads, DeltaStates
@@ -183,14 +183,6 @@ def test_runs_side_by_side_share_the_base_and_nothing_else():
     assert 0 < most < 64
     fits = [step_memory(SEVEN, replace(ASKED, runs=n), 24e9).verdict == "fits" for n in (most, most + 1)]
     assert fits == [True, False]
-
-
-def test_tied_embeddings_exist_once_and_heads_may_be_wider_than_the_model():
-    tied = {**QWEN["7B"], "tie_word_embeddings": True}
-    assert weight_bytes(SEVEN, "bf16") - weight_bytes(ModelShape.of(tied), "bf16") == 152064 * 3584 * 2
-    wide = ModelShape.of({**QWEN["7B"], "head_dim": 256, "model_type": "qwen3"})
-    assert wide.linears[:2] == ((28 * 256, 3584), (4 * 256, 3584))
-    assert not wide.biased
 
 
 # The memory model of adapters of experts against a policy's own tensors.
