@@ -107,6 +107,8 @@ class Conversations:
     _outcomes: SimpleQueue[tuple[tuple[int, int], Any]] = field(default_factory=SimpleQueue)
     #: When each turn began for which a reply is missing.
     _began: dict[tuple[int, int], float] = field(default_factory=dict)
+    #: What ended the conversations; one error at most.
+    _errors: list[Exception] = field(default_factory=list)
 
     @cached_property
     def _starts(self) -> list[Sequence[Message]]:
@@ -115,7 +117,9 @@ class Conversations:
             self._start((place, 0), partial(self._begin, (place, 0)))
         starts = dict[int, Any]()
         while len(starts) < len(self.problems):
-            starts |= {place: start for (place, _), start in self._ended(0.1)}
+            for key, start in self._ended(0.1):
+                del self._began[key]
+                starts[key[0]] = start
         return [starts[place] for place in range(len(self.problems))]
 
     @cached_property
@@ -136,13 +140,35 @@ class Conversations:
     def ask(self, prompt: int, number: int, tokens: Sequence[int]) -> None:
         """See `Turns`."""
         key = prompt, number
+        if self._errors:
+            self._began[key] = 0.0
+            return
         conversation = self._at(*key)
         text = self.thinking.text(tokens[conversation.begin :], conversation.before or self._texts[prompt])
         conversation.begin = len(tokens)
         self._start(key, partial(self._step, key, text))
 
     def replies(self, wait: float) -> list[tuple[int, int, list[int] | None]]:
-        """See `Turns`. Raises what `_ended` raises."""
+        """See `Turns`. After an error all conversations are done, as runs side by side share the sampler, and `check`
+        raises it.
+        """
+        found: list[tuple[int, int, list[int] | None]] = []
+        try:
+            found = [] if self._errors else self._replies(wait)
+        except Exception as error:  # noqa: BLE001 - raised by `check`
+            self._errors.append(error)
+        if self._errors:
+            found = [(*key, None) for key in self._began]
+        for prompt, number, _ in found:
+            del self._began[prompt, number]
+        return found
+
+    def check(self) -> None:
+        """Raise what an environment raised, or `ConfigError` for what it gave or for the time that it took."""
+        for error in self._errors:
+            raise error
+
+    def _replies(self, wait: float) -> list[tuple[int, int, list[int] | None]]:
         outcomes = self._ended(wait)
         texts = [self._reply(key, outcome) for key, outcome in outcomes]
         ids = iter(texts_ids(self.policy.tokenizer, [text for text in texts if text is not None]))
@@ -202,7 +228,6 @@ class Conversations:
         except Empty:
             pass
         for key, outcome in outcomes:
-            del self._began[key]
             if isinstance(outcome, SystemExit):
                 raise ConfigError(
                     f"{self._name(*key)} ended the process with code {outcome.code!r}; raise an error there"
@@ -210,9 +235,9 @@ class Conversations:
             if isinstance(outcome, BaseException):
                 outcome.add_note(f"{self._name(*key)} raised this; mend it, or what it depends on, and start again")
                 raise outcome
-        limit, now = self.settings.timeout, time.monotonic()
+        limit, now, ended = self.settings.timeout, time.monotonic(), {key for key, _ in outcomes}
         for key, began in self._began.items():
-            if limit is not None and now - began > limit:
+            if limit is not None and now - began > limit and key not in ended:
                 raise ConfigError(
                     f"{self._name(*key)} wasn't done after {limit:g} s; mend it, or raise environment.timeout: then "
                     "the run goes on from its last checkpoint"

@@ -307,6 +307,8 @@ class Collector:
         # Graded where they were drawn, so that the processes share this work too.
         with seconds() as busy:
             completions = self.sampler.generate(prompts, params)
+            if turns:
+                turns.check()
             numbers = [number for number in range(len(prompts)) if completions[number]]
             own = [(prompts[number], completions[number], chosen[number]) for number in numbers]
             had = [[turns.of(number, place) for place in range(count)] for number in numbers] if turns else []

@@ -7,8 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from qerl.models.policy import Policy
 from qerl.models.quantize import quantize_checkpoint
 from qerl.rl.cohort import Meeting, train_cohort
+from qerl.rl.environments import Turn
 from qerl.rl.train import Trainer, train_run
 from qerl.rollout import factory
 from qerl.rollout.engine import EngineSampler
@@ -76,6 +78,42 @@ def test_the_engine_draws_for_all_what_it_draws_for_one(inputs, tmp_path, monkey
             assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
         for name, tensor in trained_tensors(other).items():
             torch.testing.assert_close(trained_tensors(job)[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+class Game:
+    """Replies to each turn, or fails at the first."""
+
+    def __init__(self, fails=False):
+        self.fails = fails
+
+    def reset(self, problem):
+        pass
+
+    def step(self, text):
+        if self.fails:
+            raise ConnectionError("the tool is down")
+        return Turn([{"role": "tool", "content": "3"}], len(text))
+
+
+@pytest.mark.parametrize("sampler", ["eager", "engine"])
+def test_a_run_whose_environment_fails_leaves_and_the_others_go_on(inputs, tmp_path, monkeypatch, sampler):
+    if sampler == "engine":
+        monkeypatch.setattr(factory, "native_class", lambda *_: EngineSampler)
+    monkeypatch.setattr(Policy, "stop_token_ids", [*range(2, 18)])  # of 102 tokens
+    rollout = {**SETTINGS["rollout"], "sampling": {"max_tokens": 30}}
+
+    def job_of(name, folder, **arguments):
+        game = {"name": f"{__name__}:Game", "arguments": arguments}
+        return jobs_of(inputs, tmp_path / folder, (name,), environment=game, rollout=rollout)[0]
+
+    jobs, alone = [job_of("grpo", "together", fails=True), job_of("dapo", "together")], job_of("dapo", "alone")
+    train_run(alone)
+    with pytest.raises(ConnectionError, match=r"^grpo: the tool is down"):
+        train_cohort(jobs)
+    assert not jobs[0].out.exists()
+    assert all(row["environment_tokens"] > 0 for row in metrics(alone))
+    for found, expected in zip(metrics(jobs[1]), metrics(alone), strict=True):
+        assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
 @pytest.mark.parametrize(
