@@ -11,7 +11,8 @@ from queue import Empty, SimpleQueue
 from threading import Semaphore, Thread
 from typing import Any, Protocol
 
-from qerl.data.prompts import TemplateInput, Thinking, chat_text, messages_of, reply_text, texts_ids
+from qerl.checkpoints.files import context_length
+from qerl.data.prompts import TemplateInput, Thinking, chat_text, check_lengths, messages_of, reply_text, texts_ids
 from qerl.data.records import Problem
 from qerl.host.imports import load
 from qerl.models.policy import Policy
@@ -129,9 +130,16 @@ class Conversations:
         pairs = zip(chats, self._starts, strict=True)
         return [chat_text(self.policy.tokenizer, [*chat, *map(dict, start)], given=self.given) for chat, start in pairs]
 
-    def prompts(self) -> list[list[int]]:
-        """The token ids of each problem's chat up to the first turn."""
-        return texts_ids(self.policy.tokenizer, self._texts)
+    def prompts(self, max_tokens: int) -> list[list[int]]:
+        """The token ids of each problem's chat up to the first turn.
+
+        Raises `DataError` if one leaves no room for `max_tokens`: problems were measured without what `reset` says.
+        """
+        ids = texts_ids(self.policy.tokenizer, self._texts)
+        if (context := context_length(self.policy.lm.config.to_dict())) is not None:
+            longer = [len(one) for one in ids if len(one) > context - max_tokens]
+            check_lengths(longer, len(ids), context, max_tokens, f"or what reset of {self.settings.name} adds")
+        return ids
 
     def of(self, prompt: int, number: int) -> Conversation:
         """The conversation of a completion; one that ended no turn has none, and so no reward."""

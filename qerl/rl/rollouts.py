@@ -300,9 +300,10 @@ class Collector:
         if environment:
             chats = self.policy, self.thinking, chosen, self.task.instruction, self.task.given
             turns = Conversations(environment, *chats)
-        prompts = turns.prompts() if turns else self.task.prompts(self.policy.tokenizer, chosen)
-        part = self._part(chosen, prompts, count)
         sampling = self.settings.rollout.sampling.model_dump()
+        tokenizer, limit = self.policy.tokenizer, sampling["max_tokens"]
+        prompts = turns.prompts(limit) if turns else self.task.prompts(tokenizer, chosen)
+        part = self._part(chosen, prompts, count)
         params = SamplingParams(**sampling, count=count, seed=seed, part=part, turns=turns)
         # Graded where they were drawn, so that the processes share this work too.
         with seconds() as busy:

@@ -80,6 +80,11 @@ class Changing(Sums):
         return [{"role": "system", "content": str(problem.record["resets"])}]
 
 
+class Wordy(Sums):
+    def reset(self, problem):
+        return [{"role": "system", "content": "!" * 400}]
+
+
 PATH = f"{__name__}:Sums"
 
 
@@ -210,6 +215,13 @@ def test_what_an_environment_changes_in_its_problem_is_changed_for_no_other(chec
     made = run_of(checkpoints, tmp_path, f"{__name__}:Changing")
     assert len(made.collector.collect(1, 0).samples) == 6
     assert not any(problem.record for problem in made.collector.task.problems)
+
+
+def test_a_prompt_that_a_reset_makes_longer_than_the_context_is_refused(checkpoints, tmp_path):
+    made = run_of(checkpoints, tmp_path, f"{__name__}:Wordy")
+    made.policy.lm.config.max_position_embeddings = 512
+    with pytest.raises(DataError, match=r"2 of 2 prompts are too long.* context of 512 has room for 362; .*reset of"):
+        made.collector.collect(1, 0)
 
 
 def test_an_environment_that_cannot_work_is_refused_before_any_work(tmp_path, checkpoints):
