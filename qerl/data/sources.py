@@ -280,6 +280,8 @@ def _csv_table(content: bytes) -> Any:
 
     parsing = csv.ParseOptions(newlines_in_values=True)
     table = csv.read_csv(pa.py_buffer(content), parse_options=parsing)
+    if binary := [field.name for field in table.schema if pa.types.is_binary(field.type)]:
+        raise ValueError(f"the column `{binary[0]}` is not in UTF-8; save the file as UTF-8")
     # Written again, as 10:30:00, a time wouldn't be the text that it was.
     texts = {field.name: pa.string() for field in table.schema if pa.types.is_temporal(field.type)}
     if not texts:

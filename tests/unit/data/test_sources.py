@@ -177,6 +177,7 @@ GOOD = json.dumps(gsm8k(1)[0])
         ("a.jsonl", "", "holds no records"),
         ("a.csv", "question,answer", "is not a valid csv file: .*Empty CSV"),
         ("a.csv", "question,answer\n1?,2,3", "is not a valid csv file: .*Expected 2 columns, got 3"),
+        ("a.csv", "question,answer,by\n1?,#### 1,Gr\udcf6n", "column `by` is not in UTF-8; save the file as UTF-8"),
         ("a.tsv", "question\tanswer", "expected one of.*to_parquet"),
         ("lines.json", "{}\n{}\n", "Extra data.*name a file with one record a line .jsonl"),
         ("org/name", None, "org/name doesn't exist .*source: hub"),
