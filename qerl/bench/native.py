@@ -23,10 +23,10 @@ from qerl.models.random import random_policy, with_random_adapters
 from qerl.report_jobs import PointJob, RolloutJob
 from qerl.results.schema import NO_MEMORY, OK, Provenance
 from qerl.results.speeds import (
-    CallsPoint,
-    CallsResult,
     DecodeSeconds,
     PhaseSeconds,
+    PromptsPoint,
+    PromptsResult,
     RolloutBenchResult,
     RolloutPoint,
 )
@@ -127,9 +127,9 @@ def measure_prompts(job: PointJob[Prompting, tuple[int, int]]) -> None:
             point = sampler and unless_out_of_memory(
                 partial(measure_prefill, sampler, prompts, tokens, part.work.repeats)
             )
-            place: dict[str, Any] = {"prompts": prompts, "tokens": tokens}
-            points.append(point or CallsPoint(**place, status=NO_MEMORY, first=None, samples=[]))
-        result = CallsResult(
+            missing = PromptsPoint(prompts=prompts, tokens=tokens, status=NO_MEMORY, first=None, samples=[])
+            points.append(point or missing)
+        result = PromptsResult(
             bench=part.work.bench,
             work=part.work,
             sampler=sampler.served if sampler else "",
@@ -149,7 +149,7 @@ def _ready_sampler(part: PointPart[Prompting, tuple[int, int]]) -> EngineSampler
     return sampler
 
 
-def measure_prefill(sampler: EngineSampler, prompts: int, tokens: int, repeats: int) -> CallsPoint:
+def measure_prefill(sampler: EngineSampler, prompts: int, tokens: int, repeats: int) -> PromptsPoint:
     """Time calls with this number of prompts of `tokens` each, in seconds."""
 
     def call(round_: int) -> float:
@@ -166,8 +166,7 @@ def measure_prefill(sampler: EngineSampler, prompts: int, tokens: int, repeats: 
     grown = reserved() - before
     samples = [call(round_) for round_ in range(1, 1 + repeats)]
     log.info("%d x %d: %.2f ms", prompts, tokens, 1e3 * float(np.median(samples)))
-    place: dict[str, Any] = {"prompts": prompts, "tokens": tokens}
-    return CallsPoint(**place, status=OK, first=first, samples=samples, reserved_bytes=grown)
+    return PromptsPoint(prompts=prompts, tokens=tokens, status=OK, first=first, samples=samples, reserved_bytes=grown)
 
 
 # Rollouts of mixed lengths: by the engine on a GPU, by the eager sampler on a CPU.

@@ -350,9 +350,7 @@ def _as_typed(file: Path) -> str:
 MISSING = "missing"
 #: By system, the weight formats that it doesn't support, or not with random weights. vLLM serves models whose experts
 #: alone are packed.
-_UNSUPPORTED = {"vllm": ("mxfp4",), "transformers": ("mxfp4", "nvfp4"), "trl": ("mxfp4", "nvfp4")}
-#: Systems that are timed on Qwen2.5's sizes alone.
-_QWEN_ALONE = ("transformers", "trl")
+_UNSUPPORTED = {"vllm": ("mxfp4",), "trl": ("mxfp4", "nvfp4")}
 
 
 def point_parts(settings: ShapesSettings) -> dict[str, list[PointPart]]:
@@ -374,7 +372,7 @@ def _check_point(system: str, base: Base) -> None:
     size, weights = base.model, base.weights
     if size not in SIZES:
         raise ConfigError(f"shapes: size {size!r} is unknown; use one of {', '.join(SIZES)}")
-    if size in PUBLISHED and (system in _QWEN_ALONE or (system, weights) == ("vllm", "nf4")):
+    if size in PUBLISHED and (system == "trl" or (system, weights) == ("vllm", "nf4")):
         raise ConfigError(f"shapes: {system} has no random {weights} weights of {size}; remove it from that entry")
     if weights in _UNSUPPORTED.get(system, ()) and not (system == "vllm" and has_packed_experts_alone(size)):
         raise ConfigError(f"shapes: {system} doesn't support {weights}; remove it from that entry")

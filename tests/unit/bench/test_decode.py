@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qerl.bench import native, peers, timing
+from qerl.bench import native, timing
 from qerl.bench.timing import Engine, Point, enough_runs, run_points
 from qerl.bench.timing import timed as time_point
 from qerl.checkpoints.shapes import PUBLISHED, SIZES
@@ -29,11 +29,9 @@ from tests.families import FAMILIES
 from tests.jobs import measured, part_of
 
 SETTINGS = {"size": "tiny", "rank": 4, "kernels": "auto", "prompt": 4, "tokens": 5}
-NAMES = {"bench", "work", "ceilings", "gpu", "points", "provenance"}
+NAMES = {"bench", "work", "ceilings", "gpu", "points", "provenance", "sync_seconds"}
 PROMPTS = {"prompt_seconds", "prompt_samples"}
 POINT = {"sequences", "status", "samples", *PROMPTS, "sampler", "peak_memory_bytes", "weight_bytes"}
-#: Weights of q and o, k and v, gate, up and down in both blocks.
-PROJECTIONS = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128)
 GPU = torch.cuda.is_available()
 
 
@@ -74,34 +72,21 @@ def read(out):
     return json.loads(out.read_text())
 
 
-def assert_job(result, engine, weights, sequences):
-    """The measurement succeeded and states its work."""
+@pytest.mark.parametrize(("weights", "sampler"), [("bf16", "bfloat16"), ("nf4", "nf4"), ("mxfp4", "mxfp4")])
+def test_a_job_states_its_work_and_its_point(tmp_path, weights, sampler):
+    result = measure(tmp_path / "out.json", [2], weights=weights)
+    assert set(result) == NAMES
     assert result["bench"] == "decode"
-    assert result["work"].items() >= ({"engine": engine, "weights": weights} | SETTINGS).items()
+    assert result["work"].items() >= ({"engine": "native", "weights": weights} | SETTINGS).items()
     assert (result["ceilings"] is None, result["gpu"] is None) == (not GPU, not GPU)
     assert result["provenance"]["commit"] == "test"
-    assert [point["sequences"] for point in result["points"]] == sequences
-    for point in result["points"]:
-        assert set(point) == POINT
-        assert point["status"] == "ok"
-        assert point["samples"] == [point["sequences"] / 0.25] * 3
-        assert point["prompt_seconds"] == 2.0
-        assert point["peak_memory_bytes"] > point["weight_bytes"] > 0
-
-
-@pytest.mark.parametrize(
-    ("engine", "weights", "sampler"),
-    [
-        *(("native", "bf16", "bfloat16"), ("native", "nf4", "nf4"), ("native", "mxfp4", "mxfp4")),
-        *(("transformers", "bf16", "transformers"), ("transformers", "nf4", "bitsandbytes")),
-    ],
-)
-def test_a_job_of_an_engine(tmp_path, engine, weights, sampler):
-    result = measure(tmp_path / "out.json", [2], engine, weights)
-    assert set(result) == NAMES | ({"sync_seconds"} if engine == "native" else set())
-    assert_job(result, engine, weights, [2])
-    assert len(result.get("sync_seconds", [])) == (20 if engine == "native" else 0)
-    assert sampler in result["points"][0]["sampler"]
+    assert len(result["sync_seconds"]) == 20
+    [point] = result["points"]
+    assert set(point) == POINT
+    assert (point["sequences"], point["status"]) == (2, "ok")
+    assert (point["samples"], point["prompt_seconds"]) == ([2 / 0.25] * 3, 2.0)
+    assert point["peak_memory_bytes"] > point["weight_bytes"] > 0
+    assert sampler in point["sampler"]
 
 
 def test_packed_delta_nets_are_points_of_their_own(tmp_path, monkeypatch):
@@ -247,20 +232,6 @@ def test_the_warm_up_of_a_long_run_is_short_and_has_room_for_all_its_tokens(cloc
     measure(tmp_path / "out.json", [2])
     whole = SETTINGS["tokens"] + 1
     assert asked == [(whole, ((4,), (4,))), *[(1, None), (whole, None)] * 3]
-
-
-def test_weights_of_transformers_are_in_the_format_that_was_asked_for():
-    cpu = torch.device("cpu")
-    dense, nf4 = (peers.random_model("tiny", weights, 0, cpu) for weights in ("bf16", "nf4"))
-    # Half a byte a weight and a float32 scale for 64, instead of two bytes.
-    saved = PROJECTIONS * 2 - PROJECTIONS // 2 - 4 * PROJECTIONS // 64
-    assert peers.weight_bytes(dense) - peers.weight_bytes(nf4) == saved
-    adapted = peers.random_model("tiny", "nf4", 4, cpu)
-    adapter = 2 * 4 * (128 + 96 + 96 + 128 + 3 * 192)
-    assert peers.weight_bytes(adapted) - peers.weight_bytes(nf4) == 2 * adapter
-    layer = adapted.model.layers[0].mlp.down_proj.base_layer.weight
-    assert layer.quant_state.quant_type == "nf4"
-    assert not layer.quant_state.nested
 
 
 def test_vllm_without_room_for_its_cache_is_a_row(tmp_path, monkeypatch):
