@@ -59,8 +59,10 @@ from qerl.results.schema import (
     Provenance,
     RunResult,
     SampleRow,
+    read,
+    read_rows,
+    write,
 )
-from qerl.results.store import read, read_rows, write
 from qerl.settings.base import SEEDS, ConfigError, PathLike, check_count, check_unicode, parse, path_argument
 from qerl.settings.data import AnswerForm, DatasetSettings, Split
 from qerl.settings.models import FORMATS, Base, MergedFormat, PackedFormat

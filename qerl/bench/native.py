@@ -21,7 +21,7 @@ from qerl.host.gpus import seconds
 from qerl.models.policy import Policy, choose_device, load_policy, weight_bytes, with_adapter
 from qerl.models.random import random_policy, with_random_adapters
 from qerl.report_jobs import PointJob, RolloutJob
-from qerl.results.schema import NO_MEMORY, OK, Provenance
+from qerl.results.schema import NO_MEMORY, OK, Provenance, write
 from qerl.results.speeds import (
     DecodeSeconds,
     PhaseSeconds,
@@ -30,7 +30,6 @@ from qerl.results.speeds import (
     RolloutBenchResult,
     RolloutPoint,
 )
-from qerl.results.store import write
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import Completion, Request, Sampler, SamplingParams, refuse_nan

@@ -21,9 +21,8 @@ from qerl.host.provenance import machine
 from qerl.models.policy import Policy, choose_device, weight_bytes
 from qerl.models.random import TEXTS, random_policy, with_random_adapter, write_tokenizer
 from qerl.report_jobs import PointJob, StepJob, TimedRun
-from qerl.results.schema import Provenance
+from qerl.results.schema import Provenance, read, write
 from qerl.results.speeds import SECONDS, GivenUp, GrpoStepResult, StepBenchResult, StepMemory, StepPoint, TimedStep
-from qerl.results.store import read, write
 from qerl.rl.passes import blocks
 from qerl.rl.rollouts import Task, problem_index
 from qerl.rl.train import Trainer, make_trainer, prepared

@@ -18,9 +18,8 @@ from qerl.host.console import log, track
 from qerl.host.gpus import free_memory, peak_memory_bytes, reset_peak_memory, seconds
 from qerl.host.provenance import check_writable, machine
 from qerl.models.policy import choose_device
-from qerl.results.schema import NO_MEMORY, OK, Provenance
+from qerl.results.schema import NO_MEMORY, OK, Provenance, ResultError, read, write
 from qerl.results.speeds import Ceilings, DecodePoint, DecodeResult, GpuState, GpuStates
-from qerl.results.store import ResultError, read, write
 from qerl.settings.base import ConfigError
 from qerl.settings.workloads import Decoding
 

@@ -24,9 +24,8 @@ from qerl.data.records import Problem
 from qerl.host.console import log
 from qerl.host.gpus import seconds
 from qerl.host.provenance import check_writable
-from qerl.results.schema import NO_MEMORY, OK, Provenance, SampleRow
+from qerl.results.schema import NO_MEMORY, OK, Provenance, SampleRow, read_rows, write, write_rows
 from qerl.results.speeds import GpuStates, GrpoStepResult, MixRun, PhaseSeconds, RolloutMixResult, StepMemory, TraceRow
-from qerl.results.store import read_rows, write, write_rows
 from qerl.rl.rewards import Answer
 from qerl.settings.base import ConfigError
 from qerl.settings.workloads import EngineStep, Mix, StepWork, TrlStep

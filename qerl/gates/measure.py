@@ -26,13 +26,12 @@ from qerl.data.grading import is_correct, well_formed
 from qerl.formats.codecs import PACKED_FORMATS, Packed, dequantize, from_checkpoint, quantize
 from qerl.formats.layouts import Tiles
 from qerl.gates import worker
-from qerl.gates.compare import find_baseline, machine_class
+from qerl.gates.compare import NumericsResult, SpeedPairs, SpeedResult, find_baseline, machine_class
 from qerl.host.console import log
 from qerl.host.provenance import PACKAGE
 from qerl.models.linear import PackedLinear
 from qerl.report_jobs import NumericsJob, SpeedJob
-from qerl.results.schema import NumericsResult, Provenance, SpeedPairs, SpeedResult
-from qerl.results.store import write
+from qerl.results.schema import Provenance, write
 from qerl.settings.base import ConfigError
 
 VECTORS = "vectors.safetensors"

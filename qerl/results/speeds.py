@@ -17,8 +17,7 @@ from pydantic import Field, model_validator
 
 from qerl.checkpoints.shapes import HALF, QWEN, SIZES, ModelShape, shape_of
 from qerl.results.paths import weights_names
-from qerl.results.schema import OK, MeasuredPoint, Number, Provenance, Stored
-from qerl.results.store import ResultError, read
+from qerl.results.schema import OK, MeasuredPoint, Number, Provenance, ResultError, Stored, read
 from qerl.settings.models import Base, Recipe, WeightFormat
 from qerl.settings.run import Kernels
 from qerl.settings.workloads import (

@@ -22,8 +22,8 @@ from qerl.host.provenance import check_clock
 from qerl.jobs import Plan, PlannedEvaluation, PlannedRun
 from qerl.report_jobs import PointJob
 from qerl.results.paths import measured_file
+from qerl.results.schema import read
 from qerl.results.speeds import SCHEMAS, GrpoStepResult, Measurement
-from qerl.results.store import read
 from qerl.settings.base import ConfigError, can_name_a_file, check_kind, parse, read_yaml
 from qerl.settings.data import DatasetSettings
 from qerl.settings.models import Base, LocalModel

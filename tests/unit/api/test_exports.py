@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM
 import qerl
 from qerl.checkpoints.files import CheckpointError
 from qerl.models.export import trained_tensors
-from qerl.results.schema import MergedExport
-from qerl.results.store import read
+from qerl.results.schema import MergedExport, read
 from qerl.settings.base import ConfigError
 
 IDS = torch.tensor([[5, 6, 7, 40, 41, 8]])

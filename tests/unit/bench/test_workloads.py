@@ -11,9 +11,8 @@ from transformers import AutoTokenizer
 
 from qerl.bench import native
 from qerl.bench.workloads import Lengths, MixEngine, measure, traces
-from qerl.results.schema import SampleRow
+from qerl.results.schema import SampleRow, read
 from qerl.results.speeds import RolloutMixResult
-from qerl.results.store import read
 from qerl.rollout.eager import EagerSampler
 from qerl.rollout.engine import EngineSampler
 from qerl.settings.base import ConfigError
