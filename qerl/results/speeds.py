@@ -296,7 +296,7 @@ class PromptsResult(Measurement):
 
 
 class TraceRow(Stored):
-    """A line of traces/*.jsonl: token ids of a prompt and of its completions, logged by a run of this project."""
+    """A line of traces/*.jsonl: token ids of a prompt and of its completions."""
 
     prompt: list[int] = Field(min_length=1)
     completions: list[Annotated[list[int], Field(min_length=1)]] = Field(min_length=1)

@@ -90,8 +90,8 @@ class MixedLengths(Settings):
     sequences: PositiveInt = 512
     """Most completions decoded together."""
     trace: FilePath | None = None
-    """A file of `python -m qerl.bench.workloads`, whose tokens this project's engine replays; vLLM draws others of the
-    same lengths. None draws lengths by the keys above."""
+    """A file of token ids that this project's engine replays; vLLM draws others of the same lengths. Each line is a
+    prompt: `{"prompt": [...], "completions": [[...], ...]}`. None draws lengths by the keys above."""
     seed: Seed = 0
     repeats: PositiveInt = 3
 
