@@ -13,7 +13,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from qerl.bench.timing import DecodePoints, Engine, Point, Start, gpu_state, run_points, unless_out_of_memory
+from qerl.bench.timing import (
+    Engine,
+    Point,
+    Start,
+    gpu_state,
+    measure_decoding,
+    run_points,
+    unless_out_of_memory,
+    unmeasured,
+)
 from qerl.bench.workloads import Lengths, MixEngine, measure
 from qerl.checkpoints.shapes import prompt_id_range
 from qerl.host.console import log, track
@@ -67,18 +76,17 @@ _UNBOUNDED = 2.0**20
 
 
 def measure_points(job: PointJob[Decoding, int]) -> None:
-    """Measure the points that the job's files lack, and write a file after each. All ranks share one base."""
+    """Measure the parts that have no file yet, and write a file after each. All ranks share one base."""
     base = cache(lambda: random_policy(job.parts[0].work.base, 0, choose_device()))
-    for part in job.parts:
-        work, points = part.work, DecodePoints(job.out / part.file, part.work)
+    for part in unmeasured(job):
         with ExitStack() as adapted:
 
-            def load(work: Decoding = work, points: DecodePoints = points, adapted: ExitStack = adapted) -> Start:
+            def load(work: Decoding = part.work, adapted: ExitStack = adapted) -> tuple[Start, dict[str, Any]]:
                 policies = adapted.enter_context(with_random_adapters(base(), work.rank, work.runs))
-                points.update(sync_seconds=sync_seconds(policies, work.kernels) if work.rank else [])
-                return partial(engine_of, policies, work)
+                synced = sync_seconds(policies, work.kernels) if work.rank else []
+                return partial(engine_of, policies, work), {"sync_seconds": synced}
 
-            points.run(part.points, load)
+            measure_decoding(part, job.out / part.file, load)
 
 
 def sync_seconds(policies: Sequence[Policy], kernels: Kernels, count: int = 20) -> list[float]:
@@ -119,7 +127,7 @@ _SETTINGS = NativeSettings(kv_cache_gib=8.0)
 
 def measure_prompts(job: PointJob[Prompting, tuple[int, int]]) -> None:
     """Time all points and write the result. Points that run out of memory are stored with that status."""
-    for part in job.parts:
+    for part in unmeasured(job):
         sampler = unless_out_of_memory(partial(_ready_sampler, part))
         points = []
         for prompts, tokens in track(part.points, len(part.points), "points"):
@@ -173,7 +181,7 @@ def measure_prefill(sampler: EngineSampler, prompts: int, tokens: int, repeats: 
 
 def measure_mix(job: PointJob[Mix, None]) -> None:
     """Time the rollouts and write the result."""
-    for part in job.parts:
+    for part in unmeasured(job):
         measure(part.work, job.out / part.file, partial(_start, part.work))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qerl.bench.timing import DecodePoints, Engine, Start, check_room, nbytes
+from qerl.bench.timing import Engine, Start, check_room, measure_decoding, nbytes, unmeasured
 from qerl.bench.workloads import Lengths, MixEngine, measure
 from qerl.models.loading import write_tensors
 from qerl.models.policy import choose_device
@@ -205,17 +205,16 @@ def _weight_bytes(model: nn.Module) -> int:
 
 
 def decode_vllm(job: PointJob[Decoding, int]) -> None:
-    """Measure the points that the job's files lack, and write a file after each. All lengths share one engine."""
-    files = [(part, DecodePoints(job.out / part.file, part.work)) for part in job.parts]
-    left = [part for part, points in files if points.missing(part.points)]
+    """Measure the parts that have no file yet, and write a file after each. All lengths share one engine."""
+    parts = [*unmeasured(job)]
     with TemporaryDirectory() as folder:
-        start = cache(lambda: _start_decode(Path(folder), left))
-        for part, points in files:
+        start = cache(lambda: _start_decode(Path(folder), parts))
+        for part in parts:
 
-            def load(work: Decoding = part.work) -> Start:
-                return partial(_vllm_engine, *start(), work)
+            def load(work: Decoding = part.work) -> tuple[Start, dict[str, Any]]:
+                return partial(_vllm_engine, *start(), work), {}
 
-            points.run(part.points, load)
+            measure_decoding(part, job.out / part.file, load)
 
 
 # Rollouts of mixed lengths by stock vLLM, as users run it: CUDA graphs, prefix cache, a separate engine process.
@@ -272,6 +271,6 @@ def _length(completion: Any) -> int:
 
 def mix_vllm(job: PointJob[Mix, None]) -> None:
     """Time the rollouts and write the result."""
-    for part in job.parts:
+    for part in unmeasured(job):
         with TemporaryDirectory() as folder:
             measure(part.work, job.out / part.file, partial(_start_mix, Path(folder), part.work))

@@ -382,7 +382,7 @@ def _check_point(system: str, base: Base) -> None:
 
 
 def point_jobs(parts: dict[str, list[PointPart]], folder: Path) -> dict[str, PointJob]:
-    """The jobs by their ids. Each writes its files to `folder`/ID, and continues the files of an earlier attempt."""
+    """The jobs by their ids. Each writes its files to `folder`/ID, and keeps those of an earlier attempt."""
     return {id: PointJob(parts=of_job, out=folder / id) for id, of_job in parts.items()}
 
 

@@ -20,9 +20,8 @@ from qerl.models.policy import choose_device, weight_bytes
 from qerl.models.random import random_policy
 from qerl.report_jobs import PointJob
 from qerl.results import speeds
-from qerl.results.speeds import DecodePoint
+from qerl.results.schema import ResultError
 from qerl.rollout.engine import EngineSampler
-from qerl.settings.base import ConfigError
 from qerl.settings.models import Base
 from qerl.settings.workloads import Decoding
 from tests.families import FAMILIES
@@ -161,21 +160,31 @@ def engine(_):
     return Engine(lambda prompts, count, seed: len(prompts) * count, "s", lambda: 1)
 
 
-def test_points_of_other_settings_or_machines_are_refused(tmp_path, monkeypatch):
+def measure_with(start, out, sequences=(1,)):
+    timing.measure_decoding(part_of(out, work_of(), sequences), out, lambda: (start, {}))
+
+
+def test_parts_of_other_work_points_or_machines_are_measured_again(tmp_path):
     out = tmp_path / "out.json"
-    point = DecodePoint(sequences=1, status="ok", samples=[10.0], prompt_seconds=1.0, prompt_samples=[1.0])
-    monkeypatch.setattr(timing, "timed", lambda *_: point)
-    timing.DecodePoints(out, work_of()).run([1], lambda: engine)
-    assert timing.DecodePoints(out, work_of()).missing([1, 8]) == [8]
+
+    def left(points=(1,), **changes) -> bool:
+        job = PointJob(parts=[part_of(out, work_of(**changes), points)], out=tmp_path)
+        return bool([*timing.unmeasured(job)])
+
+    assert left()
+    measure_with(engine, out, [1, 2])
+    assert not left()
+    assert not left([2, 1])
+    assert left([1, 8])
     for name, value in {"engine": "vllm", "rank": 0, "kernels": "portable", "pack_delta_nets": True, "runs": 2}.items():
-        with pytest.raises(ConfigError, match=rf"{out} has points of {name}=.*, not {value}; delete it"):
-            timing.DecodePoints(out, work_of(**{name: value}))
+        assert left(**{name: value}), name
     result = read(out)
     result["provenance"]["machine"]["label"] = "8x another GPU"
-    for text, words in ((json.dumps(result), "another machine, 8x another GPU"), ("{}", "is not a DecodeResult: .*")):
-        out.write_text(text)
-        with pytest.raises(ConfigError, match=f"{words}; delete it"):
-            timing.DecodePoints(out, work_of())
+    out.write_text(json.dumps(result))
+    assert left()
+    out.write_text("{}")
+    with pytest.raises(ResultError, match=rf"{out} is not a DecodeResult"):
+        left()
 
 
 def test_a_point_out_of_memory_is_a_row_and_the_next_is_measured(tmp_path, monkeypatch):
@@ -215,8 +224,8 @@ def test_sequences_that_would_wait_for_each_other_are_a_row_and_another_error_is
         return engine(sequences)
 
     with nullcontext() if status else pytest.raises(ZeroDivisionError):
-        timing.DecodePoints(out, work_of()).run([3], lambda: start)
-    assert [point["status"] for point in read(out)["points"]] == [status] * bool(status)
+        measure_with(start, out, [3])
+    assert not status or [point["status"] for point in read(out)["points"]] == [status]
 
 
 def test_the_warm_up_of_a_long_run_is_short_and_has_room_for_all_its_tokens(clock, tmp_path, monkeypatch):
