@@ -25,6 +25,7 @@ from qerl.settings.workloads import (
     Decoding,
     EngineStep,
     Mix,
+    PointPart,
     Prompting,
     StepWork,
     TrlStep,
@@ -145,6 +146,10 @@ class Measurement(Stored):
     def keys(self) -> Sequence[Any]:
         """What tells its points apart, as a job asks for them."""
         return [None]
+
+    def lacking(self, part: PointPart[Any, Any]) -> list[Any]:
+        """The points of a job's part that the file doesn't have."""
+        return [point for point in part.points if point not in self.keys]
 
     @model_validator(mode="after")
     def _workload_is_known(self) -> Self:
@@ -439,6 +444,10 @@ class GrpoStepResult(Measurement):
     steps: tuple[TimedStep, ...] = ()
     memory: StepMemory | None = None
     given_up: GivenUp | None = None
+
+    def lacking(self, part: PointPart[Any, Any]) -> list[Any]:
+        """The step, if it had other settings, which no file's name tells. TRL's file has a share that was chosen."""
+        return [] if isinstance(part.settings, TrlStep) or part.settings == self.settings else part.points
 
     def rows(self) -> Iterator[Row]:
         """One row, with seconds and memory by part (`<part>/gb`), and `GIVEN_UP`, which is empty where not stored."""

@@ -23,13 +23,13 @@ from qerl.jobs import Plan, PlannedEvaluation, PlannedRun
 from qerl.report_jobs import PointJob
 from qerl.results.paths import measured_file
 from qerl.results.schema import read
-from qerl.results.speeds import SCHEMAS, GrpoStepResult, Measurement
+from qerl.results.speeds import SCHEMAS
 from qerl.settings.base import ConfigError, can_name_a_file, check_kind, parse, read_yaml
 from qerl.settings.data import DatasetSettings
 from qerl.settings.models import Base, LocalModel
 from qerl.settings.run import RunSettings
 from qerl.settings.workflow import Config, Experiment, RolloutBench, TaskSettings, flat, harness_of, merged, nested
-from qerl.settings.workloads import EngineStep, PointPart, ShapesSettings
+from qerl.settings.workloads import PointPart, ShapesSettings
 from qerl.workflow.checks import (
     check_engines,
     check_inputs,
@@ -405,19 +405,11 @@ def remaining(job: PointJob, settings: ShapesSettings) -> PointJob | None:
 
 def _missing(job: PointJob, settings: ShapesSettings) -> dict[str, int]:
     """How many points no file has, by the name of their file."""
-    found = {part.file: measured_file(settings.samples, job.out / part.file) for part in job.parts}
-    measured = {part.file: _keys(part, file) if (file := found[part.file]) else [] for part in job.parts}
-    return {part.file: sum(point not in measured[part.file] for point in part.points) for part in job.parts}
-
-
-# Files are named by their work; micro-batches, cache and sleep aren't in the name, so a committed step counts only with
-# the settings that the grid asks for.
-def _keys(part: PointPart, file: Path) -> Sequence[object]:
-    """The keys of the points that a part's file has; none if its step had other settings, which no name tells."""
-    result = read(SCHEMAS[part.work.bench], file)
-    assert isinstance(result, Measurement)
-    ours = isinstance(result, GrpoStepResult) and isinstance(part.settings, EngineStep)
-    return [] if ours and result.settings != part.settings else result.keys  # type: ignore[attr-defined]
+    missing = {}
+    for part in job.parts:
+        file = measured_file(settings.samples, job.out / part.file)
+        missing[part.file] = len(read(SCHEMAS[part.work.bench], file).lacking(part) if file else part.points)
+    return missing
 
 
 # The plan of a call of Snakemake.
