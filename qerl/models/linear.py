@@ -23,7 +23,7 @@ from qerl.formats.codecs import (
     tensor_specs,
 )
 from qerl.formats.layouts import Tiles, Words
-from qerl.kernels.cuda.w4a16 import RANK_STEP, Mode, Operands, dense, multiply
+from qerl.kernels.cuda.w4a16 import RANK_STEP, Mode, Operands, RunsOfRows, dense, multiply
 from qerl.kernels.state import Activation, RowRuns, gated
 from qerl.settings.base import ConfigError
 from qerl.settings.run import Kernels
@@ -489,6 +489,7 @@ class W4Linear:
             scales=torch.tensor([lora.scale for lora in self._loras], device=device),
             runs=cohort.runs if cohort else None,
         )
+        self._scales = self.operands.scales.clone()
         self.sync()
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
@@ -506,6 +507,21 @@ class W4Linear:
         """Copy the present adapters, in bfloat16."""
         for target, source in self.copies():
             target.copy_(source)
+        self.contain()
+
+    @torch.no_grad()
+    def contain(self) -> None:
+        """After copies: a run of stacked ones whose B isn't finite gets NaN as the scale, and the values are 0.
+
+        So its rows become NaN, and others don't, which multiply its B by 0.
+        """
+        if self.operands.cohort is not RunsOfRows.STACKED:
+            return
+        scales = self.operands.scales.view(-1, self._runs)
+        for up, part, scale in zip(self.operands.ups, self._scales.view_as(scales), scales, strict=True):
+            by_run = up.view(len(up), self._runs, self._rank)
+            scale.copy_(part.where(by_run.isfinite().all(-1).all(0), torch.nan))
+            up.nan_to_num_(0.0, 0.0, 0.0)
 
     def __call__(self, x: Tensor, out: Tensor, residual: bool = False, activation: Activation | None = None) -> None:
         """See `FusedLinear`; x [m, in] and out [m, outs], with an activation [m, outs / 2], are contiguous bfloat16."""

@@ -486,7 +486,9 @@ class Decoder:
         if in_one and self._copies is not None:
             self._copies()
         for linear in self.linears:
-            if not (in_one and isinstance(linear, W4Linear)):
+            if in_one and isinstance(linear, W4Linear):
+                linear.contain()
+            else:
                 linear.sync()
 
     def reach(self, tokens: int) -> None:

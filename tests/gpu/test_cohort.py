@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from qerl.kernels import reference, triton
+from qerl.kernels.cuda import w4a16
 from qerl.kernels.cuda.w4a16 import compile_ahead
 from qerl.kernels.state import DecodeState, Norm, RowRuns, SamplingState
 from qerl.kernels.triton.linear import Copies, narrow_product
@@ -105,6 +106,20 @@ class Products:
 @torch.no_grad()
 def test_products(kind, ranks, backend):
     """Of runs with different ranks, in every variant of the rows' number; rows in any order, and run by run."""
+    check_products(kind, ranks, backend)
+
+
+@on_hopper
+@pytest.mark.parametrize("ranks", [(4, 40, 16), (8, 0, 64)], ids=str)
+@pytest.mark.parametrize("kind", ["qkv", "gate_up"])
+@torch.no_grad()
+def test_products_by_runs(kind, ranks, monkeypatch):
+    """As for more ranks than are stacked."""
+    monkeypatch.setattr(w4a16, "MOST_STACKED_RANKS", 0)
+    check_products(kind, ranks, W4Linear)
+
+
+def check_products(kind, ranks, backend):
     shapes = {"qkv": [(256, 512), (128, 512), (64, 512)], "gate_up": [(512, 256), (512, 256)]}[kind]
     if INTERPRETED:
         shapes = shapes_of(kind, "interpreted")
@@ -116,24 +131,26 @@ def test_products(kind, ranks, backend):
 
 
 @on_hopper
+@pytest.mark.parametrize(("count", "stacked"), [(2, 64), (4, 128), (8, 256), (16, 0)])
 @pytest.mark.parametrize("kind", ["qkv", "gate_up", "down"])
 @torch.no_grad()
-def test_products_of_many_runs(kind):
+def test_products_of_many_runs(kind, count, stacked, monkeypatch):
     """In every variant for large layers, too. A row's bits depend on no other row, not even on a run that diverged."""
+    monkeypatch.setattr(w4a16, "MOST_STACKED_RANKS", stacked)
     shapes = shapes_of(kind, "7b")
-    products = Products(W4Linear, kind, shapes, (32,) * 16)
+    products = Products(W4Linear, kind, shapes, (32,) * count)
     for rows in (8, 16, 32, 40, 64, 96, 128, 160, 192, 224, 256, 500):
-        x, runs = torch.randn(rows, shapes[0][1], device=DEVICE, dtype=DTYPE), runs_of(rows, 16).rows
+        x, runs = torch.randn(rows, shapes[0][1], device=DEVICE, dtype=DTYPE), runs_of(rows, count).rows
         out = products.check(x, runs)
         order = runs.argsort(descending=True)
         assert torch.equal(products(x[order], runs[order]), out[order])
-    for name, parameter in torch.nn.ModuleList(products.each[3]).named_parameters():
+    for name, parameter in torch.nn.ModuleList(products.each[1]).named_parameters():
         if "lora_" in name:
             parameter.fill_(torch.nan)
     products.product.sync()
     found = products(x, runs)
-    assert torch.equal(found[runs != 3], out[runs != 3])
-    assert found[runs == 3].isnan().any(1).all()
+    assert torch.equal(found[runs != 1], out[runs != 1])
+    assert found[runs == 1].isnan().any(1).all()
 
 
 @pytest.mark.parametrize("rows", [1, 70])

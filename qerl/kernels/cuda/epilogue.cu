@@ -104,7 +104,7 @@ struct Epilogue {
         u32 before[COUNT][2];
         load_residual<COUNT>(p, tile, x_row, lane, before);
         if (split.count > 1) add_sums<COUNT, ONE_OWNER>(first, c);
-        if constexpr (SMALL_BATCH && COHORT) {
+        if constexpr (SMALL_BATCH && COHORT == BY_RUNS) {
             add_lora_of_runs<COUNT>(p, share, shrunk, shared_address(local), first, tile, lane, c);
         } else if (SMALL_BATCH && RANK) {
             barrier_wait(shrunk, 0);

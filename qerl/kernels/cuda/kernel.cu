@@ -23,8 +23,8 @@
 //
 // One compilation joins instructions, tile_scheduler, pipeline, lora, epilogue, many_rows and this file, which has W x and the
 // kernel. The compiler's options define X_TILES, tiles of 8 rows of x; STAGES of the pipeline; RANK of the adapters, 0 or a
-// multiple of 16; CLUSTER, the thread blocks of a worker; COHORT, whether rows of x have adapters of several runs, each of rank
-// RANK; and up to 32 rows REGISTERS, the limit of a thread.
+// multiple of 16; CLUSTER, the thread blocks of a worker; COHORT, whether and how rows of x have adapters of several runs
+// (tile_scheduler.cu); and up to 32 rows REGISTERS, the limit of a thread.
 
 // --- W x ---
 
@@ -205,7 +205,7 @@ __device__ void multiply(const Params& p, const Share& share, u8* stages, u64* b
         LoraOperand b;
         if (RANK && (SMALL_BATCH && CHUNKS > 1 ? whole || last : starts)) {
             const Tile tile(p, tile_row, lane);
-            if constexpr (COHORT) {
+            if constexpr (COHORT == BY_RUNS) {
                 tile.prefetch_b_of_runs(p, share.row_block * ROWS, lane);
             } else {
                 if (SMALL_BATCH) b.load(p, tile, 0, lane);
@@ -225,7 +225,7 @@ __device__ void multiply(const Params& p, const Share& share, u8* stages, u64* b
         }
         const Tile tile(p, tile_row, lane);
         scale_sums(p, tile, c[0]);
-        if constexpr (!SMALL_BATCH && COHORT) {
+        if constexpr (!SMALL_BATCH && COHORT == BY_RUNS) {
             constexpr int COUNT = X_TILES <= 16 ? 2 : 1;  // what registers have room for
             if (starts)
 #pragma unroll

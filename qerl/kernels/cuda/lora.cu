@@ -1,7 +1,8 @@
 // The adapter: A x (shrink) and B (A x) (expand).
 //
-// In a cohort a row of x takes the RANK rows of A and columns of B of its own run. So A x has RANK columns of each part whatever the
-// number of runs, and a tile of 8 rows takes the work of the runs that it has: of one, where rows lie run by run.
+// In a cohort a row of x takes the rows of A and columns of B of its own run. Stacked, A x has the ranks of all runs, and is 0 where
+// they aren't the row's. By runs, A x has RANK columns of each part whatever the number of runs, and a tile of 8 rows takes the
+// work of the runs that it has: of one, where rows lie run by run.
 
 // The runs that a tile of 8 rows of x has, one after another. All lanes of a warp call it.
 struct TileRuns {
@@ -205,12 +206,13 @@ __device__ __forceinline__ void share_sums(const Params& p, const Share& share, 
         }
         // A's rows g (x, y) and g + 8 (z, w), rows 2t (x, z) and 2t + 1 (y, w) of x.
         const int row = n * 8 + place % 4 * 2, rows = p.m - share.row_block * ROWS;
-        const auto factor_of = [&](int row) {
-            const int part = tile / max(RANK_TILES, 1);
-            return p.lora_factor[COHORT ? part * p.run_count + p.runs[min(share.row_block * ROWS + row, p.m - 1)] : part];
+        const auto scaled = [&](int row, float low, float high) {
+            const int of_row = COHORT ? p.runs[min(share.row_block * ROWS + row, p.m - 1)] : 0;
+            const int run = COHORT == STACKED ? tile % max(RANK_TILES, 1) * p.run_count / max(RANK_TILES, 1) : of_row;
+            const float factor = p.lora_factor[tile / max(RANK_TILES, 1) * p.run_count + run];
+            return run == of_row ? to_bf16x2(low * factor, high * factor) : 0;  // another run's may be NaN
         };
-        const float first = factor_of(row), second = factor_of(row + 1);
-        const u32 even = to_bf16x2(c.x * first, c.z * first), odd = to_bf16x2(c.y * second, c.w * second);
+        const u32 even = scaled(row, c.x, c.z), odd = scaled(row + 1, c.y, c.w);
 #pragma unroll
         for (int high = 0; high < 2; high++) {
             if (group) continue;
@@ -243,7 +245,7 @@ __device__ void wait_for_shrunk(const Params& p, const Share& share, u8* local, 
 
 // Run by the warps of A x; the barrier `shrunk` signals that A x is complete.
 __device__ void shrink(const Params& p, const Share& share, u8* local, u64* shrunk, int number, int lane) {
-    if constexpr (COHORT)
+    if constexpr (COHORT == BY_RUNS)
         shrink_by_runs(p, share, number, lane);
     else if constexpr (SMALL_BATCH)
         shrink_by_warps(p, share, number, lane);
@@ -258,7 +260,7 @@ __device__ void shrink(const Params& p, const Share& share, u8* local, u64* shru
 // Tiles of 16 columns of B whose operands are in registers.
 __device__ constexpr int least(int a, int b) { return a < b ? a : b; }
 constexpr int RANKS_AT_A_TIME = RANK == 0      ? 1
-                                : COHORT      ? least(RANK_TILES, 2)
+                                : COHORT == BY_RUNS ? least(RANK_TILES, 2)
                                 : SMALL_BATCH ? least(RANK_TILES, 4)
                                               : least(3 * RANK_TILES, EXPAND_TILES);
 

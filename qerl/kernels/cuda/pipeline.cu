@@ -98,7 +98,7 @@ struct Tile {
         const int g = lane / 4;
         low_part = p.mode == GATED ? 0 : part_of(p, row), high_part = p.mode == GATED ? 1 : low_part;
         const int in_part = p.mode == GATED ? row / 2 : row - (low_part ? p.part_end[low_part - 1] : 0);
-        const int ranks = COHORT ? p.run_count * RANK : RANK;
+        const int ranks = COHORT == BY_RUNS ? p.run_count * RANK : RANK;
         b_low = p.lora_b[low_part] + (size_t)(in_part + g) * ranks;
         b_high = p.lora_b[high_part] + (size_t)(in_part + g + (p.mode == GATED ? 0 : 8)) * ranks;
         const bool biased = p.bias && row < p.rows;

@@ -3,8 +3,11 @@
 
 // Up to 32 rows of x, separate warps compute A x, and all of it is in shared memory.
 constexpr bool SMALL_BATCH = X_TILES <= 4;
-// A x by separate warps, not by stages: few rows, or a cohort's, of which a tile needs the ranks of its own runs alone.
-constexpr bool SHRINK_BY_WARPS = SMALL_BATCH || COHORT;
+// A cohort's rows have adapters of several runs: stacked as one of rank RANK, in which a row takes the ranks of its run, or
+// by runs, each of rank RANK.
+enum Cohort { ONE_RUN, STACKED, BY_RUNS };
+// A x by separate warps, not by stages: few rows, or by runs, since a tile then needs the ranks of its own runs alone.
+constexpr bool SHRINK_BY_WARPS = SMALL_BATCH || COHORT == BY_RUNS;
 constexpr bool MMA_SYNC = X_TILES <= 2;  // mma.sync, not wgmma
 constexpr int WARPS = 8;                 // that multiply
 constexpr int SHRINK_WARPS = MMA_SYNC ? 1 : 3;  // warps for A x or its sums
@@ -47,8 +50,8 @@ struct Params {
     const u16* x;           // [m, columns]
     u16* out;               // [m, rows], with GATED [m, rows / 2]
     const float* bias;      // [rows] in the order of the tiles, or null
-    const u16* lora_a;      // [parts * runs * RANK, columns]
-    const u16* lora_b[3];   // of each part, [rows of the part, runs * RANK]
+    const u16* lora_a;      // [parts * ranks, columns], with ranks = RANK, or by runs run_count * RANK
+    const u16* lora_b[3];   // of each part, [rows of the part, ranks]
     u16* shrunk;            // [row blocks][ROWS * parts * RANK]: A x, scaled
     uint4* sums;            // [2][thread blocks][BLOCK_ROWS * ROWS / 4] of divided rows of blocks; EMPTY before and after.
                             // With many rows [thread blocks][...], of any content
@@ -56,13 +59,13 @@ struct Params {
     int* counters;          // [row blocks of x][2]: parts of A x that are there, workers that saw all of it; zero before and after
     float factor[3];        // of each part, multiplies W's products
     const float* lora_factor;  // [parts * runs], multiplies A x
-    const int* runs;        // [m], the run of each row of x, with COHORT
+    const int* runs;        // [m], the run of each row of x in a cohort
     float gate[2];          // a and b: with GATED out = gate / (1 + 2^(a gate + b gate^3)) * up
     int part_end[3];        // row behind each part
     int m, rows, columns, parts, mode, scale_multiplier, scale_offset, row_blocks;
     int senders;            // at most, of sums of 16 rows of A
     int span;               // with SHRINK_BY_WARPS, columns of A that a warp takes at a time, in BLOCK_COLUMNS
-    int run_count;          // 1 without COHORT
+    int run_count;          // 1 without a cohort
     int* arrived;           // [thread blocks] with many rows, whether its sums are there; zero before and after
 };
 

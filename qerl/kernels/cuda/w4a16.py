@@ -30,6 +30,10 @@ SHRINK_ROWS = 32
 _SPANS = (8, 40)
 #: Ranks of an adapter that an instruction multiplies; others are padded with zeros.
 RANK_STEP = 16
+#: The most ranks of a cohort's runs that are stacked; of more, a tile of rows takes the ranks of its own runs alone.
+#: Stacked, 2 and 4 runs of rank 32 cost 9 and 22 % of a step of 512 rows (H200, 7B); the other way cost 59 and 67 %,
+#: since its warps read x again, outside the pipeline. More than 128 ranks haven't been timed: by operations, 256 cost 16 %.
+MOST_STACKED_RANKS = 256
 #: A layer is large if each thread block has at least this many of its stages.
 _LARGE_LAYER_STAGES = 6
 
@@ -97,16 +101,16 @@ class KernelVariant:
         return -(-rows // (layouts.BLOCK_ROWS * self.cluster)) * (columns // self.columns)
 
     def shrink_split(
-        self, columns: int, ranks: int, workers: int, processors: int, cohort: bool = False
+        self, columns: int, ranks: int, workers: int, processors: int, by_runs: bool = False
     ) -> tuple[int, int]:
         """The division of A x over `columns` columns of x: senders of sums per 16 rows of A, and blocks per span.
 
         The number of senders is an upper bound. A span is in blocks of columns, and 0 where stages divide A: beyond 32
-        rows, except in a cohort, where a warp multiplies 8 rows at a time.
+        rows, except by runs, where a warp multiplies 8 rows at a time.
         """
-        if self.small_batch or cohort:
+        if self.small_batch or by_runs:
             blocks = columns // layouts.BLOCK_COLUMNS
-            warps, tiles = self.shrink_warps * processors, ranks // RANK_STEP * (self.x_tiles if cohort else 1)
+            warps, tiles = self.shrink_warps * processors, ranks // RANK_STEP * (self.x_tiles if by_runs else 1)
             most = min(max(warps // max(tiles, 1), _SPANS[0]), _SPANS[1])
             span = -(-blocks // most)
             return -(-blocks // span), span
@@ -245,21 +249,29 @@ class Mode(IntEnum):
     GATED = 2
 
 
+class RunsOfRows(IntEnum):
+    """Whether rows of x have adapters of several runs, and how, with the numbers of the kernel's source."""
+
+    ONE_RUN = 0
+    STACKED = 1
+    BY_RUNS = 2
+
+
 @dataclass(frozen=True)
 class Operands:
     """Weights of layers with the same input, with their biases and adapters."""
 
     tiles: Tiles
     bias: Tensor | None  # [rows] float32, in the order of the tiles
-    down: Tensor  # A of each layer, [layers, runs * rank, columns] bfloat16; rank is a multiple of RANK_STEP
-    ups: Sequence[Tensor]  # B of each layer, [rows, runs * rank] bfloat16
+    down: Tensor  # A of each layer and run, [layers, runs * rank, columns] bfloat16; rank is a multiple of RANK_STEP
+    ups: Sequence[Tensor]  # B of each layer, [rows, runs * rank] bfloat16, finite if runs are stacked
     scales: Tensor  # [layers * runs] float32, of each adapter
     runs: RowRuns | None = None  # of a cohort
 
     @property
     def rank(self) -> int:
-        """Rank of a layer's adapter, padded; all runs' are equal."""
-        return self.down.shape[1] // self.run_count
+        """Rank of a layer's adapter, padded: of all runs if they are stacked, else of each."""
+        return self.down.shape[1] // (self.run_count if self.cohort is RunsOfRows.BY_RUNS else 1)
 
     @property
     def ranks(self) -> int:
@@ -272,9 +284,11 @@ class Operands:
         return self.runs.count if self.runs else 1
 
     @property
-    def cohort(self) -> bool:
-        """Whether rows of x have adapters of several runs."""
-        return self.runs is not None and self.rank > 0
+    def cohort(self) -> RunsOfRows:
+        """Whether rows of x have adapters of several runs, and how."""
+        if self.runs is None or not self.down.shape[1]:
+            return RunsOfRows.ONE_RUN
+        return RunsOfRows.STACKED if self.down.shape[1] <= MOST_STACKED_RANKS else RunsOfRows.BY_RUNS
 
 
 def multiply(operands: Operands, x: Tensor, out: Tensor, mode: Mode, activation: Activation = "silu") -> None:
@@ -313,7 +327,7 @@ def _options(variant: KernelVariant, operands: Operands) -> tuple[tuple[str, int
         ("REGISTERS", variant.registers_per_thread(operands.rank)),
         ("RANK", operands.rank),
         ("CLUSTER", variant.cluster),
-        ("COHORT", int(operands.cohort)),
+        ("COHORT", operands.cohort),
     )
 
 
@@ -330,10 +344,11 @@ def _params(
 ) -> ctypes.Structure:
     tiles, parts, space = operands.tiles, len(operands.tiles.parts), workspace(x.device)
     width = operands.ranks
-    senders, span = variant.shrink_split(tiles.columns, width, workers, space.processors, operands.cohort)
+    by_runs = operands.cohort is RunsOfRows.BY_RUNS
+    senders, span = variant.shrink_split(tiles.columns, width, workers, space.processors, by_runs)
     multiplier, offset = tiles.scale_decode
     x_map = tensor_map(x, variant.rows // variant.cluster, variant.columns // variant.cluster)
-    staged = operands.rank and not variant.small_batch and not operands.cohort
+    staged = operands.rank and not variant.small_batch and not by_runs
     ends = [sum(tiles.parts[: i + 1]) for i in range(parts)]
     return _Params(
         x_map=x_map,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from qerl.kernels.cuda import w4a16
-from qerl.kernels.cuda.w4a16 import ONE_PER_SM_BYTES, SHRINK_ROWS, VARIANTS
+from qerl.kernels.cuda.w4a16 import ONE_PER_SM_BYTES, SHRINK_ROWS, VARIANTS, RunsOfRows
 
 COMPILER = shutil.which("c++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
@@ -20,7 +20,7 @@ BY_NAME = {
     for pair in VARIANTS
     for each in pair
 }
-RANKS = (0, 16, 64, 128)
+RANKS = (0, 16, 64, 128, 256)
 BLOCK_ROWS, EXPAND_TILES = 128, 8
 PLAIN, GATED = 0, 2
 
@@ -85,7 +85,7 @@ extern "C" int share_{x_tiles}_{rank}_{stages}_{cluster}_{cohort}(
 def library(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scheduler")
     source = Path(w4a16.__file__).with_name("tile_scheduler.cu")
-    kinds = [(rank, 0) for rank in RANKS] + [(rank, 1) for rank in RANKS if rank]
+    kinds = [(rank, 0) for rank in RANKS] + [(rank, int(RunsOfRows.BY_RUNS)) for rank in RANKS if rank]
     compiled = {
         (v.x_tiles, rank, v.stages, v.cluster, cohort) for pair in VARIANTS for v in pair for rank, cohort in kinds
     }
@@ -121,7 +121,8 @@ def works(library, variant, rank, ends, columns, mode, processors, row_blocks=1,
     workers = variant.workers(blocks, processors // row_blocks)
     shape = [rows, columns, len(ends), mode, *(ends + [rows] * 3)[:3], row_blocks, workers]
     given = (ctypes.c_int * 9)(*shape)
-    function = getattr(library, f"share_{variant.x_tiles}_{rank}_{variant.stages}_{variant.cluster}_{int(cohort)}")
+    kind = RunsOfRows.BY_RUNS * cohort
+    function = getattr(library, f"share_{variant.x_tiles}_{rank}_{variant.stages}_{variant.cluster}_{kind}")
     chunks = sizes_of(library, variant, rank)[4]
     found = []
     for worker in range(workers):

@@ -12,9 +12,10 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from qerl.formats.codecs import PACKED_FORMATS, dequantize, quantize, split_rows
+from qerl.kernels.cuda import w4a16
 from qerl.kernels.state import Activation
 from qerl.models import linear
-from qerl.models.linear import PackedLinear, W4Linear, dense_weights, fuse, product_class
+from qerl.models.linear import Cohort, PackedLinear, W4Linear, dense_weights, fuse, product_class
 from qerl.models.lora import register_lora
 from qerl.settings.base import ConfigError
 
@@ -231,6 +232,30 @@ def test_the_hopper_product_reads_a_fused_gate_and_up_as_it_reads_two(weights_fo
     again = W4Linear([both.gate_up_proj], interleaved=True)
     assert again.tiles is fused.tiles
     assert [a.shape[0] for a in again.operands.down] == [16, 16]  # the rank in tiles of 16
+
+
+@torch.no_grad()
+def test_a_run_of_stacked_ones_that_diverged_becomes_nan_by_its_scale_alone(monkeypatch):
+    """As the Hopper product's kernel gets them: others multiply its B by 0, so B must be finite."""
+    monkeypatch.setattr(w4a16, "MOST_STACKED_RANKS", 64)
+    torch.manual_seed(0)
+    base = PackedLinear.from_packed(quantize(torch.randn(64, 256), "nvfp4"))
+    models = []
+    for _ in range(3):
+        model = nn.Module()
+        model.anchor, model.proj = nn.Linear(1, 1), base
+        get_peft_model(model, register_lora(LoraConfig(r=4, lora_alpha=6, target_modules=["proj"])))
+        nn.init.normal_(model.proj.lora_B["default"].weight)
+        models.append(model)
+    product = W4Linear([models[0].proj], cohort=Cohort(models))
+    operands, up = product.operands, models[1].proj.lora_B["default"].weight
+    sound, diverged = up.clone(), up.index_fill(0, torch.tensor([5]), torch.inf)
+    for value, scales in ((diverged, [1.5, torch.nan, 1.5]), (sound, [1.5, 1.5, 1.5])):
+        up.copy_(value)
+        product.sync()
+        assert operands.ups[0].isfinite().all()
+        torch.testing.assert_close(operands.scales, torch.tensor(scales), equal_nan=True)
+        assert torch.equal(operands.ups[0][6:, 16:20], up[6:].bfloat16())
 
 
 def test_a_layer_that_is_not_linear_or_has_a_variant_of_lora_is_an_error():
