@@ -212,10 +212,6 @@ class Engine(NamedTuple):
     release: Callable[[], None] = lambda: None
 
 
-#: The fields of a point without numbers, which a file states, too.
-_UNMEASURED: dict[str, Any] = {"samples": [], "prompt_samples": [], "prompt_seconds": None}
-_UNMEASURED |= {"sampler": None, "peak_memory_bytes": None, "weight_bytes": None}
-
 #: Makes the engine for a number of sequences.
 Start = Callable[[int], Engine]
 
@@ -236,7 +232,7 @@ def measure_decoding(
 
     points = []
     for count in track(sorted({*part.points}), len({*part.points}), "points"):
-        point = measured(count) or DecodePoint(sequences=count, status=NO_MEMORY, **_UNMEASURED)
+        point = measured(count) or DecodePoint(sequences=count, status=NO_MEMORY)
         points.append(point)
         speed = f"{median(point.samples):.1f} tokens a second" if point.samples else point.status
         log.info("%s, %d sequences: %s", work, count, speed)

@@ -120,8 +120,7 @@ def measure(work: Mix, out: Path, start: Callable[[Lengths], MixEngine]) -> None
                 "runs": tuple(runs),
             }
 
-        nothing = {"sampler": "", "ready_seconds": None, "first_seconds": None, "runs": ()}
-        found = unless_out_of_memory(timed) or {"status": NO_MEMORY, **nothing}
+        found = unless_out_of_memory(timed) or {"status": NO_MEMORY}
         result = RolloutMixResult(
             bench=work.bench,
             work=work,

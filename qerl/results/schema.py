@@ -142,7 +142,7 @@ class Quartiles(Stored):
 class MeasuredPoint(Stored):
     """The fields that all points share. A failed point has its error as `status` and no samples."""
 
-    samples: list[float] = Field([])
+    samples: list[float] = Field(default=[])
     weight_bytes: Number | None = None
     sampler: str | None = None
     peak_memory_bytes: Number | None = None

@@ -199,7 +199,7 @@ class DecodePoint(MeasuredPoint):
 
     sequences: int
     prompt_seconds: float | None = None
-    prompt_samples: list[float] = Field([])
+    prompt_samples: list[float] = Field(default=[])
 
 
 class DecodeResult(Measurement):
