@@ -47,6 +47,15 @@ def test_seeds_that_differ_only_give_the_t_interval():
     assert interval.high == pytest.approx(high, abs=0.01)
 
 
+def test_paired_difference_matches_scipys_bootstrap():
+    """Where gains and losses differ."""
+    generator = np.random.default_rng(5)
+    base, arm = ((generator.random(300) < rate).astype(float) for rate in (0.1, 0.6))
+    interval = difference_interval(arm[None], base)
+    oracle = stats.bootstrap((arm - base,), np.mean, method="percentile", rng=generator).confidence_interval
+    assert (interval.low, interval.high) == pytest.approx((oracle.low, oracle.high), abs=0.008)
+
+
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_perfect_scores_keep_their_uncertainty(value):
     interval = accuracy_interval(np.full((3, 30), value))
