@@ -89,9 +89,9 @@ MUTATIONS = {
     ),
     "an adapter that isn't synced": Mutation(
         "qerl/rl/train.py",
-        "                rollout = self.collector.collect(step, position, self._perturb(step))\n",
+        "                rollout = self.collector.collect(step, position)\n",
         "                with self.policy.reference():\n"
-        "                    rollout = self.collector.collect(step, position, self._perturb(step))\n",
+        "                    rollout = self.collector.collect(step, position)\n",
         ("sampler against trainer", "golden loss, nvfp4-lora"),
     ),
     "a grader that compares one character": Mutation(

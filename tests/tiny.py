@@ -87,11 +87,12 @@ _ROPE = FAMILIES["llama"].values["rope_parameters"]
 tiny_llama = _writer(LlamaConfig, LlamaForCausalLM, tie_word_embeddings=False, rope_parameters=_ROPE)
 
 
-def tiny_bases(folder: Path, **changes: Any) -> Path:
-    """Write a random Qwen2 with a chat template, dense and packed, to folders by the names of their formats."""
+def tiny_bases(folder: Path, *formats: str, **changes: Any) -> Path:
+    """Write a random Qwen2 with a chat template, dense and packed in NVFP4 or `formats`, to folders by their names."""
     dense = tiny_qwen2(folder / "bf16", **changes)
     write_template(dense)
-    quantize_checkpoint(dense, folder / "nvfp4", "nvfp4")
+    for weights in formats or ("nvfp4",):
+        quantize_checkpoint(dense, folder / weights, weights)
     return folder
 
 

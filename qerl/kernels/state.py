@@ -23,8 +23,6 @@ from qerl.kernels.packed_sequences import Packing
 PAGE = 64
 #: Logits that one program reads when a token is drawn. The random numbers of a token depend on it.
 CHUNK = 4096
-
-
 #: Cosines and sines [positions, R / 2] of the R elements of a head that rotate.
 Rope = tuple[Tensor, Tensor]
 

@@ -133,8 +133,6 @@ def finite(info: TensorInfo, tensor: Tensor, use: str = "") -> Tensor:
 # Checkpoints as Hugging Face models.
 
 _GENERATION = "generation_config.json"
-
-
 #: The module and name of the parameter or buffer that a tensor of the checkpoint fills.
 _Slot = tuple[nn.Module, str]
 

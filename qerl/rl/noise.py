@@ -21,9 +21,9 @@ from qerl.settings.base import ConfigError
 from qerl.settings.run import NoiseSettings
 
 
-def standard_normal(seed: int, step: int, layer: int, role: int, size: int, completion: int = 0) -> torch.Tensor:
+def standard_normal(seed: int, step: int, layer: int, role: int, size: int) -> torch.Tensor:
     """`size` float32 draws from N(0, 1), a function of the arguments alone: equal on all ranks and after a restart."""
-    counter = np.array([0, completion, layer, role], dtype=np.uint64)
+    counter = np.array([0, 0, layer, role], dtype=np.uint64)
     # Keyed, and not the next draw of a generator: a continued run and every process draw the same, with no state to
     # store.
     generator = np.random.Generator(np.random.Philox(key=np.array([seed, step], dtype=np.uint64), counter=counter))
@@ -47,8 +47,6 @@ class NoiseReport:
     norm: float
 
 
-# A z of each sequence would need norms with a row of noise for each row of a batch in every engine. GRPO compares
-# completions of one problem only, so completion c of every problem shares z.
 class Noise:
     """Draws z for all noisy norms of a model, and removes it."""
 
@@ -59,20 +57,17 @@ class Noise:
         self.seed = seed
         check_noise(settings, {role for _, role in noisy_norms(model)})
 
-    def set(self, step: int, total_steps: int, completion: int = 0) -> NoiseReport:
-        """Set the noise of `step`, or of a completion's number within the groups of that step."""
-        scheduled = self.settings.sigma(step, total_steps)
-        # The placebo takes the schedule's way through the code, so that it differs from noise by z alone.
-        scale = 0.0 if self.settings.placebo else scheduled
-        squares = 0.0
+    def set(self, step: int, total_steps: int) -> NoiseReport:
+        """Set the noise of `step`."""
+        sigma, squares = self.settings.sigma(step, total_steps), 0.0
         for (layer, role), norms in noisy_norms(self._model).items():
-            drawn = standard_normal(self.seed, step, layer, ROLES.index(role), norms[0].noise.numel(), completion)
-            z = (scale if role in self.settings.norms else 0.0) * drawn
+            drawn = standard_normal(self.seed, step, layer, ROLES.index(role), norms[0].noise.numel())
+            z = (sigma if role in self.settings.norms else 0.0) * drawn
             squares += float(z.double().square().sum())
             # Copied in place: the engine's graphs hold the addresses. PEFT's trained copy gets the original's z.
             for norm in norms:
                 norm.noise.copy_(z)
-        return NoiseReport(scheduled, math.sqrt(squares))
+        return NoiseReport(sigma, math.sqrt(squares))
 
     def clear(self) -> None:
         """Remove the noise. The norms' outputs are then as before, bit for bit."""

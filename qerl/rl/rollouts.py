@@ -223,10 +223,6 @@ def _epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.Generator(np.random.Philox(key=key)).permutation(count)
 
 
-#: Sets the noise of a completion's number within its group, where each number has its own.
-Perturb = Callable[[int], None]
-
-
 class Collector:
     """Draws the batch of a step from a sampler.
 
@@ -250,7 +246,7 @@ class Collector:
         """What ends the policy's thinking."""
         return Thinking(self.policy.tokenizer, self.task.thinking, self.task.given)
 
-    def collect(self, step: int, position: int, perturb: Perturb | None = None) -> Rollout:
+    def collect(self, step: int, position: int) -> Rollout:
         """The batch of `step`, the same in every process; earlier steps have used `position` problems.
 
         With `rollout.resample`, groups of equal rewards are replaced by groups of the next problems, in at most that
@@ -265,7 +261,7 @@ class Collector:
             if round_ == 0 or missing > 0:
                 start = position + len(drawn)
                 chosen = self.task.at(range(start, start + missing), self.settings.seed)
-                groups, waited = self._groups(step, chosen, rollout.group_size, self._seed(step, round_), perturb)
+                groups, waited = self._groups(step, chosen, rollout.group_size, self._seed(step, round_))
                 drawn += groups
                 idle = [sum(times) for times in zip(idle, waited, strict=True)]
         trained = drawn
@@ -297,36 +293,30 @@ class Collector:
             "validation/reward": statistics.fmean(rewards or [math.nan]),
         }
 
-    def _groups(
-        self, step: int, chosen: list[Problem], count: int, seed: int, perturb: Perturb | None = None
-    ) -> tuple[list[Group], list[float]]:
+    def _groups(self, step: int, chosen: list[Problem], count: int, seed: int) -> tuple[list[Group], list[float]]:
         """The groups of `count` completions of the problems, and the seconds for which each process waited."""
         turns, environment = None, self.settings.environment
         if environment:
             chats = self.policy, self.thinking, chosen, self.task.instruction, self.task.given
             turns = Conversations(environment, *chats)
         prompts = turns.prompts() if turns else self.task.prompts(self.policy.tokenizer, chosen)
-        part = self._part(chosen, prompts, count, perturb)
+        part = self._part(chosen, prompts, count)
         sampling = self.settings.rollout.sampling.model_dump()
         params = SamplingParams(**sampling, count=count, seed=seed, part=part, turns=turns)
         # Graded where they were drawn, so that the processes share this work too.
         with seconds() as busy:
-            completions = self._generate(prompts, params, perturb)
+            completions = self.sampler.generate(prompts, params)
             numbers = [number for number in range(len(prompts)) if completions[number]]
             own = [(prompts[number], completions[number], chosen[number]) for number in numbers]
             had = [[turns.of(number, place) for place in range(count)] for number in numbers] if turns else []
             drawn = list(zip(numbers, self._score(step, own, had), strict=True))
         return self._exchange(drawn, busy.value, len(prompts))
 
-    def _part(
-        self, chosen: list[Problem], prompts: list[list[int]], count: int, perturb: Perturb | None
-    ) -> BatchPart | None:
+    def _part(self, chosen: list[Problem], prompts: list[list[int]], count: int) -> BatchPart | None:
         """The groups that this process draws; None if it is the only one."""
         if self.processes.count == 1:
             return None
         most = max(self.sampler.max_sequences // count, 1)
-        if perturb:  # each number of a group is drawn by a call of its own, so none is taken over
-            most = len(prompts)
         lengths = [self._lengths.of(p.id, len(prompt)) for p, prompt in zip(chosen, prompts, strict=True)]
         initial, waiting = shares(lengths, self.processes.count, most)
         more = WaitingGroups(waiting, self.processes.count, self.processes.counter()).more if waiting else lambda _: ()
@@ -343,20 +333,6 @@ class Collector:
             self._lengths.see(group.problem.id, len(group.prompt), [len(c.token_ids) for c in group.completions])
         longest = max(busy for _, busy in parts)
         return [groups[number] for number in range(count)], [longest - busy for _, busy in parts]
-
-    def _generate(
-        self, prompts: list[list[int]], params: SamplingParams, perturb: Callable[[int], None] | None
-    ) -> list[list[Completion]]:
-        """The completions of each prompt; with `perturb` one number of all groups at a time, each with its noise."""
-        if perturb is None:
-            return self.sampler.generate(prompts, params)
-        numbers = []
-        for number in range(params.count):
-            perturb(number)
-            # No two draws share a key.
-            single = replace(params, count=1, first=params.first + number * len(prompts))
-            numbers.append(self.sampler.generate(prompts, single))
-        return [list(chain(*singles)) for singles in zip(*numbers, strict=True)]
 
     def _score(
         self,

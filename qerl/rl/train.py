@@ -45,7 +45,7 @@ from qerl.results.schema import (
 from qerl.rl.checkpoint import Checkpoints, ResumeError, restore, whole_state
 from qerl.rl.noise import Noise
 from qerl.rl.parallel import Processes, connected, start_processes
-from qerl.rl.rollouts import Collector, Perturb, Rollout, Task
+from qerl.rl.rollouts import Collector, Rollout, Task
 from qerl.rl.update import Choices, DivergedError, Updater
 from qerl.rl.value import add_value
 from qerl.rollout.factory import ShardedSampler, make_sampler
@@ -291,7 +291,7 @@ class Trainer:
                 # After the noise is set: the sampler reads it, or copies it, here.
                 self.collector.sampler.sync()
             with seconds() as rollout_time:
-                rollout = self.collector.collect(step, position, self._perturb(step))
+                rollout = self.collector.collect(step, position)
             if watch:
                 watch.observe(step, rollout, self.processes.writes)
             # The policy is updated without noise, so that the gradient is taken at the weights that stay. With
@@ -327,17 +327,6 @@ class Trainer:
             "seconds/step": total.value,
             "memory_bytes": peak_memory_bytes(),
         }
-
-    def _perturb(self, step: int) -> Perturb | None:
-        """What sets the noise of each completion of a group, if each has its own."""
-        if self.settings.noise.schedule == "off" or self.settings.noise.per == "step":
-            return None
-
-        def perturb(completion: int) -> None:
-            self.noise.set(step, self.settings.steps, completion)
-            self.collector.sampler.sync()
-
-        return perturb
 
     # --- scores on held-out problems ---
 

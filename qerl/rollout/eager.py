@@ -126,7 +126,7 @@ class EagerSampler:
     ) -> list[list[Completion]]:
         """Completions of some of the prompts, which have the indices `numbers`."""
         sequences = [(number, completion) for number in numbers for completion in range(params.count)]
-        keys = [(params.first + number) * params.count + completion for number, completion in sequences]
+        keys = [number * params.count + completion for number, completion in sequences]
         draws = np.stack([uniforms(params.seed, key, params.max_tokens) for key in keys])
         uniform = torch.from_numpy(draws).to(self.policy.device)
         limits = [params.limit(*sequence) for sequence in sequences]

@@ -69,7 +69,6 @@ class DecodedSequence(Draft):
 
     #: The run, and the place among the completions of its request.
     index: tuple[int, int]
-    key: int
     prompt: list[int]
     #: Tokens after which it ends, and those after which it may: the host knows only the latter.
     limit: int
@@ -211,8 +210,8 @@ class Scheduler:
     def _group(self, run: int, number: int) -> WaitingGroup:
         prompt, params = list(self._requests[run].prompts[number]), self._requests[run].params
         places = [(number * params.count + c, params.limit(number, c)) for c in range(params.count)]
-        first, most = params.first * params.count, params.max_tokens
-        sequences = deque(DecodedSequence((run, place), first + place, prompt, limit, most) for place, limit in places)
+        most = params.max_tokens
+        sequences = deque(DecodedSequence((run, place), prompt, limit, most) for place, limit in places)
         if params.replay:
             for sequence, trace in zip(sequences, params.replay[number], strict=True):
                 sequence.given = trace[:most]
@@ -329,10 +328,8 @@ class Scheduler:
         for sequence in sequences:
             self._active[sequence.slot] = sequence
             self._show_pages(sequence)
-        columns = [
-            (s.slot, len(s.prompt) + s.drawn - 1, s.drawn, s.key, s.limit, s.index[0], len(s.given)) for s in sequences
-        ]
-        rows, position, drawn, key, limit, run, given = upload(columns, torch.int64, state.token.device).T
+        columns = [(s.slot, len(s.prompt) + s.drawn - 1, s.drawn, s.limit, *s.index, len(s.given)) for s in sequences]
+        rows, position, drawn, limit, run, key, given = upload(columns, torch.int64, state.token.device).T
         state.position[rows], state.drawn[rows], state.given[rows] = position.int(), drawn.int(), given.int()
         state.limit[rows], state.sequence[rows], state.run[rows] = limit.int(), key, run.int()
         self._upload_pages()

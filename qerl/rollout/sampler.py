@@ -64,8 +64,8 @@ class Turns(Protocol):
 class SamplingParams:
     """Parameters for drawing `count` completions of each prompt.
 
-    Completion c of prompt p depends only on the policy and on (seed, first + index of p, c), so a batch may be drawn
-    in parts. `temperature=0` is greedy. With `top_k`, `top_p` is a share of the mass that top-k keeps.
+    Completion c of prompt p depends only on the policy and on (seed, index of p, c), so a batch may be drawn in parts.
+    `temperature=0` is greedy. With `top_k`, `top_p` is a share of the mass that top-k keeps.
     """
 
     max_tokens: int
@@ -74,8 +74,6 @@ class SamplingParams:
     top_k: int = 0
     count: int = 1
     seed: int = 0
-    #: Index of the first prompt in the whole batch.
-    first: int = 0
     #: Ignore stop tokens, so that every completion has `max_tokens` tokens; for benches.
     ignore_eos: bool = False
     #: Number of tokens of each completion of each prompt, at most `max_tokens`. Samplers treat such an end as a stop

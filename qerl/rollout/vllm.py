@@ -196,7 +196,7 @@ class VllmSampler:
                 logprobs=0,
                 detokenize=False,
             )
-            for number in range(params.first, params.first + len(prompts))
+            for number in range(len(prompts))
         ]
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         with self._no_compiler():

@@ -328,19 +328,14 @@ class NoiseSettings(Settings):
     norms: NonEmpty[Literal["attention", "mlp"]] = ["attention", "mlp"]
     """Norms of a block that carry noise: before attention (`attention`) and before the MLP (`mlp`). The paper has
     both."""
-    per: Literal["step", "completion"] = "step"
-    """Draw z once for all completions of a `step`, or for each number of a `completion` within its group, which needs
-    `mode: sampler` and a call for each number."""
-    placebo: bool = False
-    """Follow the schedule with z = 0."""
 
-    @model_validator(mode="after")
-    def _mode_is_possible(self) -> NoiseSettings:
-        if self.per == "completion" and self.mode == "consistent":
-            raise ValueError(
-                "noise.per=completion has no noise of its own for each row of an update; use mode: sampler"
-            )
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _of_earlier_results(cls, values: Any) -> Any:
+        # Stored results have two keys that there were: noise of each completion, and schedules without noise.
+        if isinstance(values, dict) and (values.get("per"), values.get("placebo")) == ("step", False):
+            values = {key: value for key, value in values.items() if key not in ("per", "placebo")}
+        return values
 
     @model_validator(mode="after")
     def _schedule_is_possible(self) -> NoiseSettings:
@@ -670,9 +665,10 @@ class RunSettings(Settings):
                 f"rollout.engine={self.rollout.engine} takes adapters and norms only; use rollout.engine=native with "
                 "method=full"
             )
-        if self.environment and (self.rollout.engine != "native" or self.noise.per == "completion"):
-            key = "noise.per=completion" if self.rollout.engine == "native" else f"rollout.engine={self.rollout.engine}"
-            raise ValueError(f"environment replies to turns of rollout.engine=native alone, and not with {key}")
+        if self.environment and (engine := self.rollout.engine) != "native":
+            raise ValueError(
+                f"environment replies to turns of rollout.engine=native alone, and not with rollout.engine={engine}"
+            )
         if self.validation.keep == "best" and self.method == "full":
             raise ValueError("validation.keep=best holds a copy of what is trained, which needs method=lora")
         if self.loss.kl and self.method == "full":

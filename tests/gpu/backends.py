@@ -11,6 +11,7 @@ from qerl.models import linear
 from qerl.models.linear import is_hopper
 from qerl.models.policy import Policy, with_adapter
 from qerl.settings.run import AdapterSettings
+from tests.parity.family_models import perturbed
 
 HOPPER = torch.cuda.is_available() and is_hopper(torch.cuda.get_device_capability())
 #: Ends a parameter's name for the kernels of every other GPU. On those GPUs it would repeat the case without it.
@@ -37,7 +38,4 @@ def kernels_of(name: str) -> Iterator[str]:
 def adapted(checkpoint: Path, dtype: str, deviation: float = 0.02) -> Policy:
     """A policy on a GPU whose adapter and norms are random, and the same whatever the dtype of the base."""
     policy = with_adapter(checkpoint, AdapterSettings(rank=16), dtype, 0, torch.device("cuda", 0))
-    generator = torch.Generator().manual_seed(1)
-    for _, parameter in policy.trainable():
-        parameter.data += deviation * torch.randn(parameter.shape, generator=generator).to(parameter.device)
-    return policy
+    return perturbed(policy, deviation)

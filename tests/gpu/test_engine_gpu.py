@@ -26,8 +26,6 @@ needs_fp8 = pytest.mark.skipif(
 )
 BUCKETS = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384]
 PROMPTS = [list(range(5, 40)), [8, 9], list(range(100, 117)) * 20]
-
-
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 

@@ -23,7 +23,7 @@ from qerl.rollout.sampler import SamplingParams
 from qerl.settings.run import EXPERT_LAYERS, LAYERS, AdapterSettings, EngineSettings, NativeSettings, NoiseSettings
 from tests.families import FAMILIES
 from tests.gpu.exact import forced
-from tests.parity.family_models import NORMS, unpacked
+from tests.parity.family_models import NORMS, perturbed, unpacked
 from tests.tiny import tiny_family, tiny_gpt_oss
 from tests.unit.rollout.test_turns import Counted
 
@@ -155,10 +155,7 @@ def test_packed_weights_with_adapter_and_noise_are_near_those_of_peft(tmp_path, 
         quantize_checkpoint(tmp_path / "bf16", tmp_path / weights, weights, pack_delta_nets=nets)
     experts = EXPERT_LAYERS if option == "adapted experts" else ()
     adapter = AdapterSettings(rank=16, targets=[*LAYERS, *experts])
-    policy = with_adapter(tmp_path / weights, adapter, "bfloat16", 0, DEVICE)
-    generator = torch.Generator().manual_seed(1)
-    for _, parameter in policy.trainable():
-        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator).to(DEVICE)
+    policy = perturbed(with_adapter(tmp_path / weights, adapter, "bfloat16", 0, DEVICE))
     policy.save(tmp_path / "adapter")
     dense = unpacked(tmp_path / weights, tmp_path, name)
     sampler = make_sampler(policy, EngineSettings(native=NativeSettings(kernels=kernels)))

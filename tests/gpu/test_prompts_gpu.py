@@ -1,5 +1,7 @@
 """Prompts in the engine on a GPU: their logits against Hugging Face, in graphs and without."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch import nn
 from qerl.models.random import random_policy
 from qerl.rollout.decoder import prompt_bucket
 from qerl.rollout.engine import EngineSampler
-from qerl.rollout.sampler import SamplingParams
+from qerl.rollout.sampler import BatchPart, SamplingParams
 from qerl.settings.models import Base
 from qerl.settings.run import NativeSettings
 from tests.gpu.backends import kernels_of, with_portable
@@ -66,6 +68,6 @@ def test_logprobs_behind_prompts_are_those_of_hugging_face(policy, tokens, count
 def test_a_prompt_alone_gives_the_same_bits_where_asked(policy):
     prompts, params = prompts_of(1100, 5), SamplingParams(max_tokens=60, count=8, seed=3)
     whole = sampler_of(policy, batch_invariant=True).generate(prompts, params)
-    for place, prompt in enumerate(prompts):
-        alone = SamplingParams(max_tokens=60, count=8, seed=3, first=place)
-        assert sampler_of(policy, batch_invariant=True).generate([prompt], alone) == whole[place : place + 1]
+    for place, group in enumerate(whole):
+        alone = replace(params, part=BatchPart([place], lambda most: ()))
+        assert sampler_of(policy, batch_invariant=True).generate(prompts, alone)[place] == group

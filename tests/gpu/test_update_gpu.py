@@ -21,8 +21,6 @@ from tests.unit.rl.test_packing import samples as samples_of
 
 DEVICE = torch.device("cuda")
 TEMPERATURE = 0.9
-
-
 FAMILIES = {"qwen2": tiny_qwen2, "qwen3": tiny_qwen3, "llama": tiny_llama}
 
 

@@ -38,11 +38,12 @@ def some_families(*names):
     return pytest.mark.parametrize("name", [*names, *in_nightly(*(name for name in NORMS if name not in names))])
 
 
-def perturbed(policy, scale=0.05):
-    """Change all trained tensors, as a few steps would."""
-    generator = torch.Generator().manual_seed(1)
-    for _, parameter in policy.trainable():
-        parameter.data += scale * torch.randn(parameter.shape, generator=generator)
+def perturbed(policy, scale=0.05, seed=1, chosen=lambda name: True):
+    """Change the trained tensors whose names are chosen, as a few steps would."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in policy.trainable():
+        if chosen(name):
+            parameter.data += scale * torch.randn(parameter.shape, generator=generator).to(parameter.device)
     return policy
 
 

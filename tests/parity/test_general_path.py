@@ -58,8 +58,6 @@ MODELS = {
     "ernie4_5_moe": (ERNIE, True),
     "exaone_moe": (GROUPED | {"head_dim": 16}, True),
 }
-
-
 #: Models whose mechanisms others have, too.
 ALIKE = ("nemotron", "minicpm3", "cohere2", "vaultgemma", "nanochat", "deepseek_v3", "exaone_moe")
 

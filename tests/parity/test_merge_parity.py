@@ -6,14 +6,15 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from qerl.checkpoints.files import CheckpointError
+from qerl.formats.codecs import PACKED_FORMATS
 from qerl.models.export import export, merge, write_dense, write_merged
 from qerl.models.policy import load_policy, with_adapter
-from qerl.models.quantize import quantize_checkpoint
 from qerl.rl.noise import Noise
 from qerl.settings.run import AdapterSettings, NoiseSettings
+from tests.parity.family_models import perturbed
 from tests.parity.test_codec_parity import assert_bits_equal
 from tests.parity.test_quant_parity import by_library, tensors_of
-from tests.tiny import tiny_qwen2
+from tests.tiny import tiny_bases, tiny_qwen2
 
 CPU = torch.device("cpu")
 IDS = torch.tensor([[5, 6, 7, 40, 41, 8]])
@@ -21,20 +22,13 @@ IDS = torch.tensor([[5, 6, 7, 40, 41, 8]])
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bases")
-    dense = tiny_qwen2(folder / "bf16", shard_size="60KB")
-    for weights in ("nvfp4", "mxfp4", "nf4"):
-        quantize_checkpoint(dense, folder / weights, weights)
-    return folder
+    return tiny_bases(tmp_path_factory.mktemp("bases"), *PACKED_FORMATS, shard_size="60KB")
 
 
 def trained(base, folder, sigma=0.0, **adapter):
     """A policy with random values in all that is trained, saved to `folder`."""
-    policy = with_adapter(base, AdapterSettings(**{"rank": 4, "alpha": 12, **adapter}), "float32", 0, CPU)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for _, parameter in policy.trainable():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    settings = AdapterSettings(**{"rank": 4, "alpha": 12, **adapter})
+    policy = perturbed(with_adapter(base, settings, "float32", 0, CPU), 0.1)
     if sigma:
         Noise(policy.lm, NoiseSettings(schedule="constant", sigma_start=sigma), seed=3).set(2, 10)
     policy.save(folder)

@@ -1,6 +1,5 @@
 """Random cohorts: each run does in them what it does alone, in training to the bit, and in the engine as it rounds."""
 
-import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 
 from qerl.models.quantize import quantize_checkpoint
 from qerl.rl.cohort import train_cohort
@@ -18,12 +16,12 @@ from qerl.settings.base import parse
 from qerl.settings.run import LAYERS, AdapterSettings, NoiseSettings, RunSettings
 from tests.conftest import NIGHTLY
 from tests.jobs import SETTINGS, train_job, write_inputs
+from tests.unit.rl.test_cohort import metrics, trained_tensors
 from tests.unit.rollout.test_cohort import assert_drawn_as_alone, perturbed
 from tests.unit.rollout.test_engine import stop_at
 
 FORMATS = ["bf16", "nvfp4", "mxfp4", "nf4"]
 SCHEDULES = ["off", "exponential", "exponential-reaching", "linear", "cosine", "logarithmic", "constant"]
-MEASURED = ("seconds/", "tokens_per_second/", "memory_bytes")
 
 
 @pytest.fixture(scope="module")
@@ -51,15 +49,12 @@ def adapters(draw):
 
 @st.composite
 def noises(draw):
-    mode, per = draw(st.sampled_from([("sampler", "step"), ("consistent", "step"), ("sampler", "completion")]))
     return {
         "schedule": draw(st.sampled_from(SCHEDULES)),
         "sigma_start": 0.1,
         "stages": 3,
-        "mode": mode,
-        "per": per,
+        "mode": draw(st.sampled_from(["sampler", "consistent"])),
         "norms": draw(st.sampled_from([["attention"], ["mlp"], ["attention", "mlp"]])),
-        "placebo": draw(st.booleans()),
     }
 
 
@@ -108,14 +103,6 @@ def characters(answer, problem):
     return float(len(set(answer.text)))
 
 
-def results(job):
-    rows = [json.loads(line) for line in (job.out / "metrics.jsonl").read_text().splitlines()]
-    rows = [{key: value for key, value in row.items() if not key.startswith(MEASURED)} for row in rows]
-    files = sorted((job.out / "policy").rglob("*.safetensors"))  # those of a value function, too
-    trained = {str(file.relative_to(job.out)): load_file(file) for file in files}
-    return rows, trained
-
-
 @settings(max_examples=100 if NIGHTLY else 6)
 @given(weights=st.sampled_from(FORMATS), runs=st.lists(trainings(), min_size=2, max_size=3))
 def test_each_run_of_a_cohort_trains_as_it_does_alone(inputs, weights, runs):
@@ -132,13 +119,11 @@ def test_each_run_of_a_cohort_trains_as_it_does_alone(inputs, weights, runs):
             train_run(job)
         train_cohort(together)
         for job, other in zip(together, alone, strict=True):
-            (rows, trained), (rows_alone, trained_alone) = results(job), results(other)
-            assert rows == rows_alone
-            assert trained.keys() == trained_alone.keys()
-            for file, tensors in trained.items():
-                assert tensors.keys() == trained_alone[file].keys()
-                for name, tensor in tensors.items():
-                    assert torch.equal(tensor, trained_alone[file][name]), (file, name)
+            assert metrics(job) == metrics(other)
+            trained, expected = trained_tensors(job), trained_tensors(other)
+            assert trained.keys() == expected.keys()
+            for name, tensor in trained.items():
+                assert torch.equal(tensor, expected[name]), name
 
 
 @st.composite

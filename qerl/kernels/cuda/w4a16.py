@@ -32,7 +32,7 @@ _SPANS = (8, 40)
 RANK_STEP = 16
 #: The most ranks of a cohort's runs that are stacked; of more, a tile of rows takes the ranks of its own runs alone.
 #: Stacked, 2 and 4 runs of rank 32 cost 9 and 22 % of a step of 512 rows (H200, 7B); the other way cost 59 and 67 %,
-#: since its warps read x again, outside the pipeline. More than 128 ranks haven't been timed: by operations, 256 cost 16 %.
+#: since its warps read x again, outside the pipeline. By operations 256 ranks would cost 16 %.
 MOST_STACKED_RANKS = 256
 #: A layer is large if each thread block has at least this many of its stages.
 _LARGE_LAYER_STAGES = 6

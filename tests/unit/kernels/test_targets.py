@@ -59,8 +59,6 @@ GEMMA = Heads(4, 1, 256, 0.0625, zeros(256), zeros(256), 1e-6, norm_offset=1.0, 
 PHI = Heads(24, 8, 128, 128**-0.5)
 #: The heads of gpt-oss, in its layers with windows.
 GPT_OSS = Heads(64, 8, 64, 0.125, window=128, sinks=zeros(64))
-
-
 #: The heads of Qwen3.5-27B's attention.
 QWEN = Heads(24, 4, 256, 0.0625, zeros(256), zeros(256), 1e-6, norm_offset=1.0, gated=True)
 

@@ -8,13 +8,13 @@ import torch
 from torch.nn.functional import log_softmax
 
 from qerl.checkpoints.files import CheckpointError
+from qerl.formats.codecs import PACKED_FORMATS
 from qerl.models.adapter_files import Base
 from qerl.models.export import write_merged
 from qerl.models.policy import load_policy, with_adapter
-from qerl.models.quantize import quantize_checkpoint
 from qerl.settings.run import LAYERS, AdapterSettings
 from tests.parity.family_models import by_the_card, code_of_the_card, perturbed
-from tests.tiny import tiny_qwen2, write_template
+from tests.tiny import tiny_bases, tiny_qwen2, write_template
 
 CPU = torch.device("cpu")
 
@@ -92,11 +92,7 @@ IDS = torch.tensor([[5, 6, 7, 40, 41, 8]])
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bases")
-    dense = tiny_qwen2(folder / "bf16")
-    for weights in ("nvfp4", "mxfp4", "nf4"):
-        quantize_checkpoint(dense, folder / weights, weights)
-    return folder
+    return tiny_bases(tmp_path_factory.mktemp("bases"), *PACKED_FORMATS)
 
 
 def trained(base, **adapter):

@@ -163,28 +163,6 @@ def test_strong_decays_of_all_tokens_stay_finite(strength):
         torch.testing.assert_close(x, exact[name], rtol=1e-5, atol=3e-6)
 
 
-def kept(rule, asked):
-    """Bytes that the backward pass keeps beside its inputs."""
-    own, found = {x.untyped_storage().data_ptr() for x in asked}, {}
-
-    def keep(tensor):
-        found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        made = rule(*asked)
-    assert made[0].requires_grad
-    return sum(storage.nbytes() for place, storage in found.items() if place not in own)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads", HEADS)
-def test_no_more_is_kept_than_by_transformers(heads, dtype):
-    """And less where heads of values share one of keys."""
-    asked = inputs(200, heads, (64, 64), dtype)
-    assert kept(by_chunks, asked) < (1 if heads[0] == heads[1] else 0.8) * kept(by_transformers, asked)
-
-
 @pytest.fixture
 def on_hopper(monkeypatch):
     """A GPU and a version of Triton with which the library raises, as far as the choice of functions asks."""

@@ -167,9 +167,7 @@ def test_both_samplers_draw_as_peft_does_after_a_change_and_with_noise(bases, tm
     samplers = EngineSampler(policy, NativeSettings()), EagerSampler(policy)
     params = SamplingParams(max_tokens=16, count=2, ignore_eos=True)
     samplers[0].generate(PROMPTS, params)
-    with torch.no_grad():
-        for _, parameter in policy.trainable():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
+    perturbed(policy, 0.02, seed=3)
     policy.save(tmp_path / "adapter")
     peft = with_peft(bases / UNPACKED[weights], tmp_path / "adapter")
     for sampler in samplers:

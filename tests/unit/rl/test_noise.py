@@ -89,17 +89,6 @@ def test_only_the_chosen_norms_carry_noise(changes, noisy):
     assert min(both) > 1
 
 
-def test_a_placebo_follows_the_schedule_without_noise():
-    norms, report = noises(placebo=True)
-    assert norms == [0, 0, 0, 0]
-    assert (report.sigma, report.norm) == (0.25, 0)
-
-
-def test_noise_of_each_completion_is_the_samplers_alone():
-    with pytest.raises(ValueError, match="mode: sampler"):
-        settings("constant", per="completion", mode="consistent")
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_those_of_the_formula_and_no_float32_copy_is_kept(dtype):
     generator = torch.Generator().manual_seed(0)

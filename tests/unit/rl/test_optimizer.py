@@ -67,16 +67,10 @@ def test_small_tensors_are_updated_together_bit_for_bit(monkeypatch):
 
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1}
-
-
 #: Unequal shards; fewer rows than four processes; experts; too few numbers for 8 bits.
 OF_BLOCKS = {"uneven": (7, 768), "few rows": (3, 2048), "experts": (4, 3, 512), "small": (5, 6)}
-
-
 #: These have no rows of whole blocks.
 OTHERS = {"odd": (64, 96), "vector": (5000,)}
-
-
 SHAPES = {**OF_BLOCKS, **OTHERS}
 
 

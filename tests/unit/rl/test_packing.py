@@ -12,17 +12,12 @@ from qerl.models.policy import trained_in_full, with_adapter
 from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch, packed_tokens, split
 from qerl.rollout.sampler import Completion
 from qerl.settings.run import AdapterSettings
+from tests.parity.family_models import perturbed
 from tests.tiny import tiny_family, tiny_llama, tiny_qwen2, tiny_qwen3
 
 CPU = torch.device("cpu")
-
-
 FAMILIES = ("mistral-sliding", "phi3", "gemma3")
-
-
 MAKERS = {"qwen2": tiny_qwen2, "qwen3": tiny_qwen3, "llama": tiny_llama}
-
-
 MAKERS |= {name: partial(tiny_family, name=name, sliding_window=4) for name in FAMILIES}
 
 
@@ -46,17 +41,8 @@ def samples(groups=((5, (7, 1, 12, 2)), (1, (3, 1)), (9, (20,))), vocabulary=90)
     ]
 
 
-def move(policy):
-    """Change the adapter as training does, so that B isn't zero."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for _, parameter in policy.trainable():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-    return policy
-
-
 def adapted(folder, name="qwen2", dtype="float32"):
-    return move(with_adapter(folder / name, AdapterSettings(rank=4), dtype, 0, CPU))
+    return perturbed(with_adapter(folder / name, AdapterSettings(rank=4), dtype, 0, CPU))
 
 
 def padded(policy, drawn, temperature):

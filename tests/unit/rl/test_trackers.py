@@ -32,8 +32,6 @@ from tests.jobs import SETTINGS, train_job, write_inputs
 from tests.unit.rl.tiny_trainer import TIMING
 
 ALL = ["tensorboard", "wandb", "trackio", "mlflow"]
-
-
 #: A metric of which each tracker has a name of TRL's, and one in another unit.
 REWARD, MEMORY = "train/reward", "train/perf/max_memory_allocated_gb"
 

@@ -59,27 +59,6 @@ def test_the_samplers_entropy_is_that_of_its_completions(checkpoints, tmp_path):
     assert drawn.metrics["entropy/sampler"] == pytest.approx(-fmean(logprobs))
 
 
-def test_each_number_of_a_completion_has_its_noise(checkpoints, tmp_path):
-    """The completions are those of a sampler that draws one number of each group at a time, with its z."""
-    made = trainer(checkpoints, tmp_path, noise={"schedule": "constant", "sigma_start": 0.3, "per": "completion"})
-    asked = []
-    generate = made.collector.sampler.generate
-    made.collector.sampler.generate = lambda prompts, params: (
-        asked.append((prompts, params)) or generate(prompts, params)
-    )
-    row = made.step(1, 0)
-    assert row["mismatch/kl"] > 1e-5
-    assert [(params.count, params.first) for _, params in asked] == [(1, 0), (1, 2), (1, 4), (1, 6)]
-    assert len({params.seed for _, params in asked}) == 1
-    fresh = trainer(checkpoints, tmp_path / "fresh", noise=made.settings.noise.model_dump())
-    with fresh.noise.at(1, 5):
-        rollout = fresh.collector.collect(1, 0, fresh._perturb(1))
-        for number, (prompts, params) in enumerate(asked):
-            fresh.noise.set(1, 5, number)
-            alone = fresh.collector.sampler.generate(prompts, params)
-            assert [group.completions[number] for group in rollout.groups] == [one for [one] in alone]
-
-
 def test_only_adapters_and_norms_change_and_the_packed_base_does_not(checkpoints, tmp_path):
     made = trainer(checkpoints, tmp_path, weights="nvfp4")
     before, trainable = {k: v.clone() for k, v in made.policy.lm.state_dict().items()}, weights(made)

@@ -10,13 +10,13 @@ from qerl.models.blocks import noisy_norms
 from qerl.models.loading import load_model
 from qerl.models.lora import register_lora
 from qerl.models.policy import with_adapter
-from qerl.models.quantize import quantize_checkpoint
 from qerl.rl.noise import Noise
 from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch
 from qerl.rl.value import Moments, add_value, gae, is_value, terminal_rewards, value_adapter, value_loss, values, whiten
 from qerl.rollout.sampler import Completion
 from qerl.settings.run import AdapterSettings, NoiseSettings, PPOSettings
-from tests.tiny import tiny_qwen2
+from tests.parity.family_models import perturbed
+from tests.tiny import tiny_bases
 
 CORNERS = [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (0.97, 1.0), (0.9, 0.0), (0.0, 0.95), (0.0, 0.0)]
 
@@ -97,28 +97,18 @@ def numpy_value_loss(values, old, returns, mask, clip):
     return 0.5 * (np.maximum((values - returns) ** 2, (near - returns) ** 2) * mask).sum() / mask.sum()
 
 
-def numeric_gradient(function, x, step=1e-6):
-    """Central differences."""
-    gradient = np.zeros_like(x)
-    for place in np.ndindex(*x.shape):
-        bump = np.zeros_like(x)
-        bump[place] = step
-        gradient[place] = (function(x + bump) - function(x - bump)) / (2 * step)
-    return gradient
-
-
 @pytest.mark.parametrize("seed", [0, 1])
 def test_value_loss_and_its_gradient(seed):
     old, moved, mask = ragged(seed)
     returns = torch.randn(old.shape, generator=torch.Generator().manual_seed(seed + 1))
     old, moved, returns, mask = (x.double() for x in (old, moved, returns, mask))
     values = (old + 0.5 * moved).requires_grad_()
-    loss, clipped = value_loss(values, old, returns, mask, 0.2, mask.sum().item())
+    fixed = old, returns, mask
+    loss, clipped = value_loss(values, *fixed, 0.2, mask.sum().item())
     loss.backward()
-    fixed = [x.numpy() for x in (old, returns, mask)]
-    function = lambda x: numpy_value_loss(x, *fixed, 0.2)  # noqa: E731
-    assert loss.item() == pytest.approx(function(values.detach().numpy()), rel=1e-12)
-    np.testing.assert_allclose(values.grad.numpy(), numeric_gradient(function, values.detach().numpy()), atol=1e-8)
+    expected = numpy_value_loss(*(x.detach().numpy() for x in (values, *fixed)), 0.2)
+    assert loss.item() == pytest.approx(expected, rel=1e-12)
+    assert torch.autograd.gradcheck(lambda x: value_loss(x, *fixed, 0.2, mask.sum().item())[0], values)
     # Held back: the value has moved towards the return by more than the clip, so the gradient there is zero.
     still = (values.grad == 0) & mask.bool()
     assert 0 < clipped.item() == pytest.approx(still.sum().item() / mask.sum().item())
@@ -129,21 +119,13 @@ def test_value_loss_and_its_gradient(seed):
 
 
 CPU = torch.device("cpu")
-
-
 PPO = PPOSettings(rank=4, alpha=8)
-
-
 FORMATS = ["bf16", "nvfp4", "mxfp4", "nf4"]
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bases")
-    dense = tiny_qwen2(folder / "bf16")
-    for weights in FORMATS[1:]:
-        quantize_checkpoint(dense, folder / weights, weights)
-    return folder
+    return tiny_bases(tmp_path_factory.mktemp("bases"), *FORMATS[1:])
 
 
 def samples(count=5):
@@ -165,15 +147,6 @@ def make(checkpoints, weights="nvfp4", dtype="float32", value=True, **adapter):
     return policy
 
 
-def move(policy, chosen, seed=1):
-    """Add random values to the parameters that `chosen` accepts, as training would."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in policy.trainable():
-            if chosen(name):
-                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
-
-
 def names(policy):
     return [name for name, _ in policy.trainable()]
 
@@ -182,13 +155,13 @@ def names(policy):
 @pytest.mark.parametrize("weights", FORMATS)
 def test_the_policy_is_the_same_bit_by_bit_and_values_start_at_zero(checkpoints, weights, dtype):
     policy = make(checkpoints, weights, dtype, value=False)
-    move(policy, lambda name: True)
+    perturbed(policy, 0.2)
     before, prior = names(policy), logprobs_and_entropy(policy, batch(), 1.0)[0]
     add_value(policy, PPO)
     assert [name for name in names(policy) if not is_value(name)] == before
     assert torch.equal(logprobs_and_entropy(policy, batch(), 1.0)[0], prior)
     assert values(policy, batch()).abs().max() == 0
-    move(policy, is_value)
+    perturbed(policy, 0.2, chosen=is_value)
     found = values(policy, batch())
     assert found.dtype == torch.float32
     assert found.shape == batch().mask_NT.shape
@@ -201,7 +174,7 @@ def test_the_policy_is_the_same_bit_by_bit_and_values_start_at_zero(checkpoints,
 def test_values_are_those_of_a_model_with_the_value_adapter_alone(checkpoints, tmp_path, weights):
     """Saved and read by stock PEFT on a base of its own: hidden states before each token, through the head."""
     policy = make(checkpoints, weights)
-    move(policy, lambda name: True)
+    perturbed(policy, 0.2)
     policy.save(tmp_path)
     lm = load_model(checkpoints / weights, torch.float32, CPU)
     config = register_lora(policy.peft.peft_config["value"])
@@ -245,7 +218,7 @@ def gradients(policy, *losses):
 
 def test_the_two_losses_share_no_gradient_and_commute(checkpoints):
     policy = make(checkpoints)
-    move(policy, lambda name: True)
+    perturbed(policy, 0.2)
     of_policy = lambda: logprobs_and_entropy(policy, batch(), 1.0)[0].sum()  # noqa: E731
     of_values = lambda: values(policy, batch()).square().sum()  # noqa: E731
     policy_alone, values_alone = gradients(policy, of_policy()), gradients(policy, of_values())
@@ -259,7 +232,7 @@ def test_the_two_losses_share_no_gradient_and_commute(checkpoints):
 
 def test_values_with_recomputed_blocks_have_the_same_gradient_or_are_refused(checkpoints):
     policy = make(checkpoints)
-    move(policy, lambda name: True)
+    perturbed(policy, 0.2)
     expected = gradients(policy, values(policy, batch()).square().sum())
     policy.lm.gradient_checkpointing_enable({"use_reentrant": False})
     policy.lm.train()
@@ -274,9 +247,9 @@ def test_values_with_recomputed_blocks_have_the_same_gradient_or_are_refused(che
 
 def test_the_value_function_reads_the_bases_norms_with_the_steps_noise(checkpoints):
     policy = make(checkpoints)
-    move(policy, is_value)
+    perturbed(policy, 0.2, chosen=is_value)
     clean = values(policy, batch())
-    move(policy, lambda name: "layernorm" in name)
+    perturbed(policy, 0.2, chosen=lambda name: "layernorm" in name)
     assert torch.equal(values(policy, batch()), clean)
     noise = Noise(policy.lm, NoiseSettings(schedule="constant", sigma_start=0.1), 0)
     with noise.at(1, 10):
@@ -286,7 +259,7 @@ def test_the_value_function_reads_the_bases_norms_with_the_steps_noise(checkpoin
     assert not torch.equal(noisy, clean)
     # The same as weights w + z in the base.
     other = make(checkpoints, train_norms=False)
-    move(other, is_value)
+    perturbed(other, 0.2, chosen=is_value)
     torch.testing.assert_close(values(other, batch()), clean)
     with noise.at(1, 10), torch.no_grad():
         for [plain], norms in zip(noisy_norms(other.lm).values(), noisy_norms(policy.lm).values(), strict=True):

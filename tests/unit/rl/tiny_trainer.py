@@ -14,6 +14,7 @@ from qerl.rollout.eager import EagerSampler
 from qerl.rollout.sampler import Completion
 from qerl.settings.base import parse
 from qerl.settings.run import RunSettings
+from tests.parity.family_models import perturbed
 from tests.tiny import tiny_family, tiny_gpt_oss, write_template
 
 CPU = torch.device("cpu")
@@ -115,9 +116,4 @@ def batch(seed=0, advantages=MIXED, longest=7) -> list[Sample]:
 def updater(checkpoints, about=None, **loss) -> Updater:
     """An updater of a packed policy whose adapter has moved: one of B = 0 has no gradient of A."""
     settings = parse(RunSettings, {**UPDATE, **(about or {}), "loss": loss}, "test")
-    policy = make_policy(settings, checkpoints / "nvfp4")
-    numbers = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for _, parameter in policy.trainable():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=numbers)
-    return Updater(settings, policy, Processes())
+    return Updater(settings, perturbed(make_policy(settings, checkpoints / "nvfp4")), Processes())

@@ -32,8 +32,6 @@ def test_what_nobody_holds_is_neither_shared_nor_given_back():
 
 
 MOST = 1100
-
-
 SIZES = sorted({bucket_of(rows) for rows in range(1, MOST)})
 
 
@@ -64,8 +62,6 @@ def test_no_padding_costs_a_product_more_and_beyond_128_rows_a_larger_graph_woul
 
 
 CPU = torch.device("cpu")
-
-
 PAGE = 64
 
 
