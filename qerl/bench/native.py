@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -78,15 +78,21 @@ _UNBOUNDED = 2.0**20
 def measure_points(job: PointJob[Decoding, int]) -> None:
     """Measure the parts that have no file yet, and write a file after each. All ranks share one base."""
     base = cache(lambda: random_policy(job.parts[0].work.base, 0, choose_device()))
+
+    @contextmanager
+    def engines(work: Decoding) -> Iterator[tuple[Start, dict[str, Any]]]:
+        settings = NativeSettings(kv_cache_gib=_UNBOUNDED, kernels=work.kernels)
+        with with_random_adapters(base(), work.rank, work.runs) as policies:
+
+            def start(sequences: int) -> Engine:
+                sampler = EngineSampler(policies[0], settings, work.runs * sequences, policies[1:])
+                draw = partial(_draw, sampler, work)
+                return Engine(draw, sampler.served, lambda: weight_bytes(*policies), release=sampler.release)
+
+            yield start, {"sync_seconds": sync_seconds(policies, work.kernels) if work.rank else []}
+
     for part in unmeasured(job):
-        with ExitStack() as adapted:
-
-            def load(work: Decoding = part.work, adapted: ExitStack = adapted) -> tuple[Start, dict[str, Any]]:
-                policies = adapted.enter_context(with_random_adapters(base(), work.rank, work.runs))
-                synced = sync_seconds(policies, work.kernels) if work.rank else []
-                return partial(engine_of, policies, work), {"sync_seconds": synced}
-
-            measure_decoding(part, job.out / part.file, load)
+        measure_decoding(part, job.out / part.file, engines(part.work))
 
 
 def sync_seconds(policies: Sequence[Policy], kernels: Kernels, count: int = 20) -> list[float]:
@@ -100,21 +106,15 @@ def sync_seconds(policies: Sequence[Policy], kernels: Kernels, count: int = 20) 
     return taken[1:]
 
 
-def engine_of(policies: Sequence[Policy], work: Decoding, sequences: int) -> Engine:
-    """The engine for a number of sequences of each run."""
-    settings = NativeSettings(kv_cache_gib=_UNBOUNDED, kernels=work.kernels)
-    sampler = EngineSampler(policies[0], settings, work.runs * sequences, policies[1:])
-
-    def draw(prompts: list[list[int]], count: int, seed: int) -> int:
-        # A shorter warm-up has room for as many tokens as the timed runs, because the kernels depend on it.
-        shorter = 1 < count <= work.tokens
-        lengths = ((count,),) * sequences if shorter else None
-        room = work.tokens + 1 if shorter else count
-        params = SamplingParams(max_tokens=room, lengths=lengths, seed=seed, ignore_eos=True)
-        groups = draw_all(sampler, work.runs, prompts, params)
-        return sum(len(completion.token_ids) for group in groups for completion in group)
-
-    return Engine(draw, sampler.served, lambda: weight_bytes(*policies), release=sampler.release)
+def _draw(sampler: EngineSampler, work: Decoding, prompts: list[list[int]], count: int, seed: int) -> int:
+    """Draw `count` tokens after each prompt; the number of all."""
+    # A shorter warm-up has room for as many tokens as the timed runs, because the kernels depend on it.
+    shorter = 1 < count <= work.tokens
+    lengths = ((count,),) * (len(prompts) // work.runs) if shorter else None
+    room = work.tokens + 1 if shorter else count
+    params = SamplingParams(max_tokens=room, lengths=lengths, seed=seed, ignore_eos=True)
+    groups = draw_all(sampler, work.runs, prompts, params)
+    return sum(len(completion.token_ids) for group in groups for completion in group)
 
 
 # Prefill time of the engine: each call draws one token after each prompt.

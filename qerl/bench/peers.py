@@ -209,12 +209,13 @@ def decode_vllm(job: PointJob[Decoding, int]) -> None:
     parts = [*unmeasured(job)]
     with TemporaryDirectory() as folder:
         start = cache(lambda: _start_decode(Path(folder), parts))
+
+        @contextmanager
+        def engines(work: Decoding) -> Iterator[tuple[Start, dict[str, Any]]]:
+            yield partial(_vllm_engine, *start(), work), {}
+
         for part in parts:
-
-            def load(work: Decoding = part.work) -> tuple[Start, dict[str, Any]]:
-                return partial(_vllm_engine, *start(), work), {}
-
-            measure_decoding(part, job.out / part.file, load)
+            measure_decoding(part, job.out / part.file, engines(part.work))
 
 
 # Rollouts of mixed lengths by stock vLLM, as users run it: CUDA graphs, prefix cache, a separate engine process.

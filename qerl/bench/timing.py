@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -217,31 +218,25 @@ Start = Callable[[int], Engine]
 
 
 def measure_decoding(
-    part: PointPart[Decoding, int], out: Path, load: Callable[[], tuple[Start, dict[str, Any]]]
+    part: PointPart[Decoding, int], out: Path, engines: AbstractContextManager[tuple[Start, dict[str, Any]]]
 ) -> None:
-    """Measure the points of a part, and write its file with what `load` states of the whole file.
+    """Measure the points of a part, and write its file.
 
-    A point that runs out of memory is stored with that status. If `load` runs out, all points are.
+    `engines` loads weights, and gives what makes engines and what the file states of them. If it runs out of memory,
+    all points are stored with that status, and else those that do.
     """
-    work, before, rates = part.work, gpu_state(), ceilings(choose_device())
-    start, stated = unless_out_of_memory(load) or (None, {})
-
-    def measured(count: int) -> DecodePoint | None:
-        reset_peak_memory()
-        return unless_out_of_memory(lambda: timed(start(count), work, count)) if start else None
-
-    points = []
-    for count in track(sorted({*part.points}), len({*part.points}), "points"):
-        point = measured(count) or DecodePoint(sequences=count, status=NO_MEMORY)
-        points.append(point)
-        speed = f"{median(point.samples):.1f} tokens a second" if point.samples else point.status
-        log.info("%s, %d sequences: %s", work, count, speed)
+    work, before, rates, points = part.work, gpu_state(), ceilings(choose_device()), []
+    with ExitStack() as running:
+        start, stated = unless_out_of_memory(partial(running.enter_context, engines)) or (None, {})
+        for count in track(sorted({*part.points}), len({*part.points}), "points"):
+            reset_peak_memory()
+            point = unless_out_of_memory(partial(timed, start, work, count)) if start else None
+            points.append(point or DecodePoint(sequences=count, status=NO_MEMORY))
+            speed = f"{median(point.samples):.1f} tokens a second" if point else NO_MEMORY
+            log.info("%s, %d sequences: %s", work, count, speed)
     states = GpuStates(before=before, after=gpu_state()) if before else None
-    stamp = Provenance.of_now()
-    result = DecodeResult(
-        bench=work.bench, work=work, ceilings=rates, gpu=states, points=points, provenance=stamp, **stated
-    )
-    write(out, result)
+    measured = {"ceilings": rates, "gpu": states, "points": points, "provenance": Provenance.of_now(), **stated}
+    write(out, DecodeResult(bench=work.bench, work=work, **measured))
 
 
 def check_room(pages: int, page: int, sequences: int, length: int) -> None:
@@ -269,12 +264,13 @@ def enough_runs(seconds: Sequence[float]) -> bool:
     return len(seconds) >= 9 or (len(seconds) >= 3 and sum(seconds) >= 5)
 
 
-def timed(engine: Engine, work: Decoding, sequences: int) -> DecodePoint:
+def timed(start: Start, work: Decoding, sequences: int) -> DecodePoint:
     """The speed of decoding and the prompts' time, after a warm-up of at most `WARM_UP` tokens.
 
     `sequences` are of each run, and the speed is of all. The median time of the prompts alone is subtracted.
     """
-    tokens, ids, together = work.tokens, prompt_id_range(vocabulary(work.size)), work.runs * sequences
+    engine, tokens, ids = start(sequences), work.tokens, prompt_id_range(vocabulary(work.size))
+    together = work.runs * sequences
 
     def taken(count: int, round_: int) -> float:
         numbers = np.random.default_rng([sequences, round_])

@@ -54,8 +54,12 @@ def clock(monkeypatch):
 
     original = timing.timed
 
-    def timed(engine, *about):
-        return original(engine._replace(draw=lambda *asked: (draw(*asked), engine.draw(*asked))[1]), *about)
+    def timed(start, *about):
+        def clocked(sequences):
+            engine = start(sequences)
+            return engine._replace(draw=lambda *asked: (draw(*asked), engine.draw(*asked))[1])
+
+        return original(clocked, *about)
 
     monkeypatch.setattr(timing, "seconds", seconds)
     monkeypatch.setattr(timing, "timed", timed)
@@ -161,7 +165,7 @@ def engine(_):
 
 
 def measure_with(start, out, sequences=(1,)):
-    timing.measure_decoding(part_of(out, work_of(), sequences), out, lambda: (start, {}))
+    timing.measure_decoding(part_of(out, work_of(), sequences), out, nullcontext((start, {})))
 
 
 def test_parts_of_other_work_points_or_machines_are_measured_again(tmp_path):
@@ -189,11 +193,11 @@ def test_parts_of_other_work_points_or_machines_are_measured_again(tmp_path):
 
 def test_a_point_out_of_memory_is_a_row_and_the_next_is_measured(tmp_path, monkeypatch):
     """The native engine raises a sentence of its own from the error; what the point held is given back."""
-    out, held, measured = tmp_path / "out.json", [], native.engine_of
+    out, held = tmp_path / "out.json", []
 
-    def scarce(policy, work, sequences):
+    def scarce(policy, settings, sequences, others):
         if sequences == 1:
-            return measured(policy, work, sequences)
+            return EngineSampler(policy, settings, sequences, others)
         tensor = torch.zeros(8)
         held.append(weakref.ref(tensor))
         try:
@@ -203,7 +207,7 @@ def test_a_point_out_of_memory_is_a_row_and_the_next_is_measured(tmp_path, monke
                 raise
             raise RuntimeError("lower max_tokens") from error
 
-    monkeypatch.setattr(native, "engine_of", scarce)
+    monkeypatch.setattr(native, "EngineSampler", scarce)
     last, *failed = measure(out, [3, 2, 1])["points"]
     assert failed == [{"sequences": count, "status": "out of memory"} for count in (2, 3)]
     assert (last["sequences"], last["status"], len(last["samples"])) == (1, "ok", 3)
@@ -255,7 +259,7 @@ def test_vllm_without_room_for_its_cache_is_a_row(tmp_path, monkeypatch):
 def timed(draw, sequences, prompt, tokens, size="tiny"):
     """The point of an engine that draws so. It isn't that of the fixture, whose clock a `draw` moves itself."""
     work = Decoding(engine="native", size=size, weights="bf16", rank=0, prompt=prompt, tokens=tokens)
-    return time_point(Engine(draw, "any", lambda: 1), work, sequences)
+    return time_point(lambda _: Engine(draw, "any", lambda: 1), work, sequences)
 
 
 @pytest.mark.parametrize("tokens", [100, 32000, 151936])
