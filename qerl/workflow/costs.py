@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -33,6 +34,11 @@ UNMEASURED = "unmeasured"
 SLOWER = {"h200": "h100"}
 #: The least share of a rollout's batch that the batch of a speed has by which it is priced.
 SMALLEST_BATCH = 1 / 8
+#: The part of the speed of one run's batch that a cohort's batch of as many sequences lacks, because its rows have the
+#: adapters of several runs: the most that was measured with up to `STACKED_RANKS` ranks in all, and with more
+#: (docs/cohorts.md).
+COHORT_COST, COHORT_COST_BY_RUNS = 0.22, 0.40
+STACKED_RANKS = 256
 
 
 @dataclass(frozen=True)
@@ -113,21 +119,23 @@ def sheet(plan: Plan, machine: str) -> pd.DataFrame:
 
     They are "unmeasured" if no speed was measured for model, weights and training on `machine`.
     """
-    costs = Costs(machine)
-    return pd.DataFrame([_row(plan, run, costs) for run in plan.runs.values()])
+    costs, cohorts = Costs(machine), Jobs(plan).plan.cohorts
+    beside = {name: [plan.runs[run] for run in runs] for runs in cohorts.values() for name in runs}
+    return pd.DataFrame([_row(plan, run, beside.get(name, [run]), costs) for name, run in plan.runs.items()])
 
 
-def run_work(run: PlannedRun) -> Work:
-    """The work of a run's training."""
+def run_work(run: PlannedRun, cohort: Sequence[PlannedRun]) -> Work:
+    """The work of a run's training, whose completions are drawn together with those of its cohort."""
     settings, rollout = run.settings, run.settings.rollout
-    sequences = max(1, rollout.prompts * rollout.group_size // settings.processes)
+    drawn = sum(one.settings.rollout.prompts * one.settings.rollout.group_size for one in cohort)
+    sequences = max(1, drawn // settings.processes)
     checkpointing = str(settings.gradient_checkpointing).lower()
     rank = settings.adapter.rank
     return Work(settings.model, settings.weights, settings.method, rank, sequences, checkpointing, rollout.engine)
 
 
-def _row(plan: Plan, run: PlannedRun, costs: Costs) -> dict[str, Any]:
-    settings, work = run.settings, run_work(run)
+def _row(plan: Plan, run: PlannedRun, cohort: Sequence[PlannedRun], costs: Costs) -> dict[str, Any]:
+    settings, work = run.settings, run_work(run, cohort)
     completions = settings.rollout.prompts * settings.rollout.group_size
     tokens = settings.steps * completions * settings.rollout.sampling.max_tokens
     noise = "" if settings.noise.schedule == "off" else "+aqn"
@@ -142,15 +150,23 @@ def _row(plan: Plan, run: PlannedRun, costs: Costs) -> dict[str, Any]:
         "steps": settings.steps,
         "completions": completions,
         "gpus": settings.gpus,
-        "rollout_hours": _hours(tokens, rollout),
+        "rollout_hours": _hours(tokens, rollout, _share_of_speed(cohort)),
         "update_hours": _hours(tokens * settings.loss.updates_per_rollout, update),
         "speed_of": f"{rollout.engine}, {rollout.sequences} sequences, rank {rollout.rank}" if rollout else "",
         "done": _done(plan, run),
     }
 
 
-def _hours(tokens: int, speed: Any) -> float | str:
-    return tokens / speed.rate / 3600 if speed else UNMEASURED
+def _share_of_speed(cohort: Sequence[PlannedRun]) -> float:
+    """The share that a cohort's rollouts keep of the speed of one run with as many sequences."""
+    if len(cohort) == 1:
+        return 1.0
+    ranks = len(cohort) * max(run.settings.adapter.rank for run in cohort)
+    return 1 - (COHORT_COST if ranks <= STACKED_RANKS else COHORT_COST_BY_RUNS)
+
+
+def _hours(tokens: int, speed: Any, share: float = 1.0) -> float | str:
+    return tokens / (share * speed.rate) / 3600 if speed else UNMEASURED
 
 
 def _done(plan: Plan, run: PlannedRun) -> str:
@@ -174,14 +190,13 @@ def disk(plan: Plan) -> list[dict[str, Any]]:
 def totals(plan: Plan, runs: pd.DataFrame, machine: str) -> list[str]:
     """Lines with the totals of the table, and the arms that the configuration leaves out."""
     sizes = pd.to_numeric(pd.Series([row["gigabytes"] for row in disk(plan)]), errors="coerce")
-    cohorts = Jobs(plan).plan.cohorts if plan.config.side_by_side > 1 else {}
-    together = f"{sum(map(len, cohorts.values()))} runs train side by side in {len(cohorts)} jobs"
+    together = f"{sum(map(len, plan.cohorts.values()))} runs train side by side in {len(plan.cohorts)} jobs"
     return [
         f"{len(runs)} runs, {sum('trained' in done for done in runs.done)} of them trained; "
         f"{len(plan.evaluations)} evaluations; {len(plan.config.benches)} measurements",
         f"rollouts: {_sum(runs.rollout_hours)} on {machine}",
         f"updates: {_sum(runs.update_hours)} on {machine}",
-        *([f"{together}; hours are those of runs one after another"] if cohorts else []),
+        *([f"{together}; each has its part of the hours of their common rollouts"] if plan.cohorts else []),
         f"checkpoints: {sizes.sum():.0f} GB, {sizes.isna().sum()} of {len(sizes)} {UNMEASURED}; adapters not counted",
         *(
             f"{name} leaves out {arm}: {reason}"

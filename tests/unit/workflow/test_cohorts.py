@@ -104,10 +104,10 @@ def test_a_cohort_decides_nothing_of_its_runs():
         assert (job.deciding, job.locks) == (other.deciding, other.locks)
 
 
-def test_the_plan_counts_cohorts_and_states_the_hours_of_runs_alone():
+def test_the_plan_counts_cohorts():
     plan = jobs_of().plan
     lines = totals(plan, sheet(plan, "h200"), "h200")
-    assert "6 runs train side by side in 2 jobs; hours are those of runs one after another" in lines
+    assert "6 runs train side by side in 2 jobs; each has its part of the hours of their common rollouts" in lines
     plan = jobs_of(side_by_side=1).plan
     assert not any("side by side" in line for line in totals(plan, sheet(plan, "h200"), "h200"))
 

@@ -2,9 +2,11 @@
 
 import csv
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from qerl.kernels.cuda.w4a16 import MOST_STACKED_RANKS
 from qerl.settings.base import ConfigError
 from qerl.workflow import costs
 from qerl.workflow.costs import SPEEDS, Costs, Work, sheet, totals
@@ -57,6 +59,25 @@ def test_hours_of_runs_are_those_of_the_measured_speeds():
     ):
         assert hours == pytest.approx(TOKENS * 8192 / rate / 3600)
     assert runs.loc["gsm8k-7b-mxfp4-lora-seed0"].rollout_hours == "unmeasured"
+
+
+def test_a_cohorts_rollouts_have_the_speed_of_all_its_sequences_less_what_several_adapters_cost():
+    """Three seeds of 128 completions draw like one run with the measured batch below 384, or twice with more ranks."""
+    config = values("paper") | {"side_by_side": 3}
+    runs = sheet(planned(config), "h200").set_index("run")
+    cohort = runs.loc["gsm8k-7b-nvfp4-lora-seed0"]
+    assert cohort.rollout_hours == pytest.approx(TOKENS * 4096 / (0.78 * measured("qwen2.5-7b", "nvfp4", 256)) / 3600)
+    alone = sheet(planned(values("paper")), "h200").set_index("run").loc["gsm8k-7b-nvfp4-lora-seed0"]
+    assert cohort.update_hours == alone.update_hours
+
+
+@pytest.mark.parametrize(
+    ("runs", "share"), [([32], 1.0), ([32, 8], 0.78), ([32] * 8, 0.78), ([32] * 9, 0.6), ([200, 8], 0.6)]
+)
+def test_adapters_of_several_runs_cost_more_where_they_cant_be_stacked(runs, share):
+    cohort = [SimpleNamespace(settings=SimpleNamespace(adapter=SimpleNamespace(rank=rank))) for rank in runs]
+    assert costs._share_of_speed(cohort) == pytest.approx(share)
+    assert costs.STACKED_RANKS == MOST_STACKED_RANKS
 
 
 def write(monkeypatch, folder: Path, table: list[dict[str, str]]) -> None:
