@@ -56,8 +56,9 @@ from qerl.results.schema import (
     PreparedDataset,
     RunResult,
     SampleRow,
+    read,
+    read_rows,
 )
-from qerl.results.store import read, read_rows
 from qerl.settings.base import SEEDS, ConfigError, PathLike, check_count, parse, path_argument
 from qerl.settings.data import AnswerForm, DatasetSettings
 from qerl.settings.models import FORMATS, Base, MergedFormat, PackedFormat

@@ -127,7 +127,7 @@ class StepJob(ProfileJob):
 
 
 class PointJob(Job, Generic[W, P]):
-    """A job with a GPU and its share of the cores to itself. It continues the files of a killed job.
+    """A job with a GPU and its share of the cores to itself. A killed one goes on with the files that it lacks.
 
     `out` is the folder of the parts' files, from which the rule copies them. All parts share a set-up.
     """

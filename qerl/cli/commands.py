@@ -28,9 +28,8 @@ from qerl.host.process import interruptible
 from qerl.host.provenance import check_writable
 from qerl.jobs import KilledError
 from qerl.results.paths import METRICS, REPORT, REPORT_PAGE, SAMPLES_PAGE
-from qerl.results.schema import QuantizationReport
+from qerl.results.schema import QuantizationReport, read
 from qerl.results.statistics import Interval
-from qerl.results.store import read
 from qerl.settings.base import ConfigError, parse, parse_yaml
 from qerl.settings.data import DatasetSettings
 from qerl.settings.models import WeightFormat

@@ -8,8 +8,8 @@ import pytest
 from scipy import stats
 
 from qerl.report.tables import change, drift, slope_per_step, verdict
+from qerl.results.schema import ResultError
 from qerl.results.statistics import ENDS, Interval
-from qerl.results.store import ResultError
 from qerl.settings.base import ConfigError, read_yaml
 from qerl.study.data import read_study
 from qerl.workflow.plan import plan_from

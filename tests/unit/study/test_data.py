@@ -10,8 +10,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from qerl.report_jobs import GatherJob
-from qerl.results.schema import EvaluationResult, Machine, OutcomeRow, Provenance, TaskScore
-from qerl.results.store import ResultError, write, write_rows
+from qerl.results.schema import (
+    EvaluationResult,
+    Machine,
+    OutcomeRow,
+    Provenance,
+    ResultError,
+    TaskScore,
+    write,
+    write_rows,
+)
 from qerl.settings.run import RunSettings
 from qerl.study.data import (
     differences,
