@@ -374,7 +374,7 @@ def compared_runs(plan: Plan) -> list[PlannedRun]:
 class GatherJob(Job):
     """Write the metrics and outcomes of a study's runs to Parquet files."""
 
-    does: ClassVar[str] = "qerl.study.data:gather_study"
+    does: ClassVar[str] = "qerl.study.runs:gather_study"
     place: ClassVar[str] = "study/{scope}/data"
     writes: ClassVar[tuple[str, ...]] = paths.STUDY_FILES
     kind: str = "gather"

@@ -46,7 +46,7 @@ from qerl.workflow.run_folder import file_values
 
 if TYPE_CHECKING:
     from qerl.doctor import Diagnosis
-    from qerl.evals.policy import Drawn
+    from qerl.evals.harness import Drawn
     from qerl.memory_model import PredictedMemory
 
 

@@ -19,7 +19,7 @@ from qerl.data.grading import Verdict, solution_key
 from qerl.data.prompts import TemplateInput, prompts_ids
 from qerl.data.records import Problem
 from qerl.data.sources import read_meta, read_records, read_split
-from qerl.evals.policy import STOCK_COLUMNS, Drawn, EvaluatedPolicy, EvaluationSet, GradedCompletion, Stock
+from qerl.evals.harness import STOCK_COLUMNS, Drawn, EvaluatedPolicy, EvaluationSet, GradedCompletion, Stock
 from qerl.host.console import log
 from qerl.host.imports import imports
 from qerl.host.provenance import VERSION

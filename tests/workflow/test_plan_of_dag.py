@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from qerl.settings.workflow import merged
-from qerl.study.data import write_study
+from qerl.study.runs import write_study
 from tests.conftest import in_nightly
 from tests.tiny import tiny_decoder, tiny_qwen2, write_sums, write_template
 from tests.unit.study.test_dose import study

@@ -9,7 +9,7 @@ from qerl.gates import compare
 from qerl.results import schema
 from qerl.results.schema import ResultError, read, read_rows
 from qerl.results.speeds import SCHEMAS, TraceRow
-from qerl.study.data import read_study
+from qerl.study.runs import read_study
 from tests.gpu.time_products import ProductsResult
 
 REFERENCE = Path(__file__).parents[3] / "results" / "reference"

@@ -21,7 +21,7 @@ from qerl.results.schema import (
     write_rows,
 )
 from qerl.settings.run import RunSettings
-from qerl.study.data import (
+from qerl.study.runs import (
     differences,
     gather_study,
     gathered,
