@@ -56,8 +56,9 @@ from qerl.results.schema import (
     PreparedDataset,
     RunResult,
     SampleRow,
+    read,
+    read_rows,
 )
-from qerl.results.store import read, read_rows
 from qerl.settings.base import SEEDS, ConfigError, PathLike, check_count, parse, path_argument
 from qerl.settings.data import AnswerForm, DatasetSettings
 from qerl.settings.models import FORMATS, Base, MergedFormat, PackedFormat
@@ -71,7 +72,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from huggingface_hub import HfApi
 
-    from qerl.evals.policy import Drawn
+    from qerl.evals.harness import Drawn
     from qerl.models.policy import Policy
     from qerl.publishing import Published, RunFacts, RunScore
     from qerl.results.statistics import Interval
@@ -238,7 +239,7 @@ def sample(
     """
     from qerl.data.prompts import TemplateInput, prompts_ids
     from qerl.data.records import Problem
-    from qerl.evals.policy import EvaluatedPolicy
+    from qerl.evals.harness import EvaluatedPolicy
     from qerl.rollout.factory import make_sampler
     from qerl.rollout.sampler import SamplingParams
 

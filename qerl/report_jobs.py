@@ -127,7 +127,7 @@ class StepJob(ProfileJob):
 
 
 class PointJob(Job, Generic[W, P]):
-    """A job with a GPU and its share of the cores to itself. It continues the files of a killed job.
+    """A job with a GPU and its share of the cores to itself. A killed one goes on with the files that it lacks.
 
     `out` is the folder of the parts' files, from which the rule copies them. All parts share a set-up.
     """
@@ -374,7 +374,7 @@ def compared_runs(plan: Plan) -> list[PlannedRun]:
 class GatherJob(Job):
     """Write the metrics and outcomes of a study's runs to Parquet files."""
 
-    does: ClassVar[str] = "qerl.study.data:gather_study"
+    does: ClassVar[str] = "qerl.study.runs:gather_study"
     place: ClassVar[str] = "study/{scope}/data"
     writes: ClassVar[tuple[str, ...]] = paths.STUDY_FILES
     kind: str = "gather"

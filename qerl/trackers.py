@@ -20,8 +20,7 @@ from filelock import FileLock
 from qerl.host.console import log
 from qerl.host.provenance import write_text
 from qerl.results.paths import ROLLOUTS, rollouts_file
-from qerl.results.schema import RolloutRow
-from qerl.results.store import read_rows
+from qerl.results.schema import RolloutRow, read_rows
 from qerl.settings.run import TrackerName
 from qerl.settings.workflow import flat
 

@@ -20,8 +20,7 @@ import pandas as pd
 import typer
 
 from qerl.results.paths import GATES, VERDICT
-from qerl.results.schema import VerdictResult
-from qerl.results.store import read, write
+from qerl.results.schema import VerdictResult, read, write
 
 ROOT = Path(__file__).parents[1]
 

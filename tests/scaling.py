@@ -13,8 +13,7 @@ from statistics import median
 from typing import Any
 
 from qerl.results.paths import METRICS, RUN
-from qerl.results.schema import OK, RunResult, StepMetrics
-from qerl.results.store import read, read_rows
+from qerl.results.schema import OK, RunResult, StepMetrics, read, read_rows
 from qerl.settings.base import parse
 from qerl.settings.run import RunSettings
 from qerl.settings.workflow import merged

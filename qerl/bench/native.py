@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -13,7 +13,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from qerl.bench.timing import DecodePoints, Engine, Point, Start, gpu_state, run_points, unless_out_of_memory
+from qerl.bench.timing import (
+    Engine,
+    Point,
+    Start,
+    gpu_state,
+    measure_decoding,
+    run_points,
+    unless_out_of_memory,
+    unmeasured,
+)
 from qerl.bench.workloads import Lengths, MixEngine, measure
 from qerl.checkpoints.shapes import prompt_id_range
 from qerl.host.console import log, track
@@ -21,16 +30,15 @@ from qerl.host.gpus import seconds
 from qerl.models.policy import Policy, choose_device, load_policy, weight_bytes, with_adapter
 from qerl.models.random import random_policy, with_random_adapters
 from qerl.report_jobs import PointJob, RolloutJob
-from qerl.results.schema import NO_MEMORY, OK, Provenance
+from qerl.results.schema import NO_MEMORY, OK, Provenance, write
 from qerl.results.speeds import (
-    CallsPoint,
-    CallsResult,
     DecodeSeconds,
     PhaseSeconds,
+    PromptsPoint,
+    PromptsResult,
     RolloutBenchResult,
     RolloutPoint,
 )
-from qerl.results.store import write
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import Completion, Request, Sampler, SamplingParams, refuse_nan
@@ -68,18 +76,23 @@ _UNBOUNDED = 2.0**20
 
 
 def measure_points(job: PointJob[Decoding, int]) -> None:
-    """Measure the points that the job's files lack, and write a file after each. All ranks share one base."""
+    """Measure the parts that have no file yet, and write a file after each. All ranks share one base."""
     base = cache(lambda: random_policy(job.parts[0].work.base, 0, choose_device()))
-    for part in job.parts:
-        work, points = part.work, DecodePoints(job.out / part.file, part.work)
-        with ExitStack() as adapted:
 
-            def load(work: Decoding = work, points: DecodePoints = points, adapted: ExitStack = adapted) -> Start:
-                policies = adapted.enter_context(with_random_adapters(base(), work.rank, work.runs))
-                points.update(sync_seconds=sync_seconds(policies, work.kernels) if work.rank else [])
-                return partial(engine_of, policies, work)
+    @contextmanager
+    def engines(work: Decoding) -> Iterator[tuple[Start, dict[str, Any]]]:
+        settings = NativeSettings(kv_cache_gib=_UNBOUNDED, kernels=work.kernels)
+        with with_random_adapters(base(), work.rank, work.runs) as policies:
 
-            points.run(part.points, load)
+            def start(sequences: int) -> Engine:
+                sampler = EngineSampler(policies[0], settings, work.runs * sequences, policies[1:])
+                draw = partial(_draw, sampler, work)
+                return Engine(draw, sampler.served, lambda: weight_bytes(*policies), release=sampler.release)
+
+            yield start, {"sync_seconds": sync_seconds(policies, work.kernels) if work.rank else []}
+
+    for part in unmeasured(job):
+        measure_decoding(part, job.out / part.file, engines(part.work))
 
 
 def sync_seconds(policies: Sequence[Policy], kernels: Kernels, count: int = 20) -> list[float]:
@@ -93,21 +106,15 @@ def sync_seconds(policies: Sequence[Policy], kernels: Kernels, count: int = 20) 
     return taken[1:]
 
 
-def engine_of(policies: Sequence[Policy], work: Decoding, sequences: int) -> Engine:
-    """The engine for a number of sequences of each run."""
-    settings = NativeSettings(kv_cache_gib=_UNBOUNDED, kernels=work.kernels)
-    sampler = EngineSampler(policies[0], settings, work.runs * sequences, policies[1:])
-
-    def draw(prompts: list[list[int]], count: int, seed: int) -> int:
-        # A shorter warm-up has room for as many tokens as the timed runs, because the kernels depend on it.
-        shorter = 1 < count <= work.tokens
-        lengths = ((count,),) * sequences if shorter else None
-        room = work.tokens + 1 if shorter else count
-        params = SamplingParams(max_tokens=room, lengths=lengths, seed=seed, ignore_eos=True)
-        groups = draw_all(sampler, work.runs, prompts, params)
-        return sum(len(completion.token_ids) for group in groups for completion in group)
-
-    return Engine(draw, sampler.served, lambda: weight_bytes(*policies), release=sampler.release)
+def _draw(sampler: EngineSampler, work: Decoding, prompts: list[list[int]], count: int, seed: int) -> int:
+    """Draw `count` tokens after each prompt; the number of all."""
+    # A shorter warm-up has room for as many tokens as the timed runs, because the kernels depend on it.
+    shorter = 1 < count <= work.tokens
+    lengths = ((count,),) * (len(prompts) // work.runs) if shorter else None
+    room = work.tokens + 1 if shorter else count
+    params = SamplingParams(max_tokens=room, lengths=lengths, seed=seed, ignore_eos=True)
+    groups = draw_all(sampler, work.runs, prompts, params)
+    return sum(len(completion.token_ids) for group in groups for completion in group)
 
 
 # Prefill time of the engine: each call draws one token after each prompt.
@@ -120,16 +127,16 @@ _SETTINGS = NativeSettings(kv_cache_gib=8.0)
 
 def measure_prompts(job: PointJob[Prompting, tuple[int, int]]) -> None:
     """Time all points and write the result. Points that run out of memory are stored with that status."""
-    for part in job.parts:
+    for part in unmeasured(job):
         sampler = unless_out_of_memory(partial(_ready_sampler, part))
         points = []
         for prompts, tokens in track(part.points, len(part.points), "points"):
             point = sampler and unless_out_of_memory(
                 partial(measure_prefill, sampler, prompts, tokens, part.work.repeats)
             )
-            place: dict[str, Any] = {"prompts": prompts, "tokens": tokens}
-            points.append(point or CallsPoint(**place, status=NO_MEMORY, first=None, samples=[]))
-        result = CallsResult(
+            missing = PromptsPoint(prompts=prompts, tokens=tokens, status=NO_MEMORY, first=None, samples=[])
+            points.append(point or missing)
+        result = PromptsResult(
             bench=part.work.bench,
             work=part.work,
             sampler=sampler.served if sampler else "",
@@ -149,7 +156,7 @@ def _ready_sampler(part: PointPart[Prompting, tuple[int, int]]) -> EngineSampler
     return sampler
 
 
-def measure_prefill(sampler: EngineSampler, prompts: int, tokens: int, repeats: int) -> CallsPoint:
+def measure_prefill(sampler: EngineSampler, prompts: int, tokens: int, repeats: int) -> PromptsPoint:
     """Time calls with this number of prompts of `tokens` each, in seconds."""
 
     def call(round_: int) -> float:
@@ -166,8 +173,7 @@ def measure_prefill(sampler: EngineSampler, prompts: int, tokens: int, repeats: 
     grown = reserved() - before
     samples = [call(round_) for round_ in range(1, 1 + repeats)]
     log.info("%d x %d: %.2f ms", prompts, tokens, 1e3 * float(np.median(samples)))
-    place: dict[str, Any] = {"prompts": prompts, "tokens": tokens}
-    return CallsPoint(**place, status=OK, first=first, samples=samples, reserved_bytes=grown)
+    return PromptsPoint(prompts=prompts, tokens=tokens, status=OK, first=first, samples=samples, reserved_bytes=grown)
 
 
 # Rollouts of mixed lengths: by the engine on a GPU, by the eager sampler on a CPU.
@@ -175,7 +181,7 @@ def measure_prefill(sampler: EngineSampler, prompts: int, tokens: int, repeats: 
 
 def measure_mix(job: PointJob[Mix, None]) -> None:
     """Time the rollouts and write the result."""
-    for part in job.parts:
+    for part in unmeasured(job):
         measure(part.work, job.out / part.file, partial(_start, part.work))
 
 

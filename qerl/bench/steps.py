@@ -13,17 +13,15 @@ import torch
 from transformers import AutoTokenizer
 
 from qerl.bench import workloads
-from qerl.bench.timing import WARM_UP, Point, nbytes, optimizer_bytes, run_points
+from qerl.bench.timing import WARM_UP, Point, nbytes, optimizer_bytes, run_points, unmeasured
 from qerl.checkpoints.shapes import vocabulary
 from qerl.host.console import log
 from qerl.host.gpus import cap_memory, free_memory, peak_memory_bytes, reset_peak_memory
-from qerl.host.provenance import machine
 from qerl.models.policy import Policy, choose_device, weight_bytes
 from qerl.models.random import TEXTS, random_policy, with_random_adapter, write_tokenizer
 from qerl.report_jobs import PointJob, StepJob, TimedRun
-from qerl.results.schema import Provenance
-from qerl.results.speeds import SECONDS, GivenUp, GrpoStepResult, StepBenchResult, StepMemory, StepPoint, TimedStep
-from qerl.results.store import read, write
+from qerl.results.schema import Provenance, write
+from qerl.results.speeds import SECONDS, GivenUp, StepBenchResult, StepMemory, StepPoint, TimedStep
 from qerl.rl.passes import blocks
 from qerl.rl.rollouts import Task, problem_index
 from qerl.rl.train import Trainer, make_trainer, prepared
@@ -185,13 +183,8 @@ def measure_steps(job: PointJob[StepWork, None]) -> None:
     if settings and settings.memory_gb is not None:
         cap_memory(settings.memory_gb)
     base = cache(lambda: random_policy(job.parts[0].work.base, 0, choose_device()))
-    for part in job.parts:
-        out, asked = job.out / part.file, (part.work, part.settings)
-        stored = read(GrpoStepResult, out) if out.exists() else None
-        if stored and (stored.work, stored.settings) == asked and stored.provenance.machine.label == machine()["label"]:
-            log.info("%s is measured; delete it to measure it again", out)
-            continue
-        _measure_part(base, part, out)
+    for part in unmeasured(job):
+        _measure_part(base, part, job.out / part.file)
         free_memory()
 
 

@@ -1,9 +1,10 @@
-"""Timing of points in one process, beside the GPU's ceilings and its memory, and the file of decode points."""
+"""Timing of points in one process, beside the GPU's ceilings and its memory, and the files of decode points."""
 
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,13 +17,12 @@ import torch
 from qerl.checkpoints.shapes import prompt_id_range, vocabulary
 from qerl.host.console import log, track
 from qerl.host.gpus import free_memory, peak_memory_bytes, reset_peak_memory, seconds
-from qerl.host.provenance import check_writable, machine
+from qerl.host.provenance import machine
 from qerl.models.policy import choose_device
-from qerl.results.schema import NO_MEMORY, OK, Provenance
-from qerl.results.speeds import Ceilings, DecodePoint, DecodeResult, GpuState, GpuStates
-from qerl.results.store import ResultError, read, write
-from qerl.settings.base import ConfigError
-from qerl.settings.workloads import Decoding
+from qerl.report_jobs import PointJob
+from qerl.results.schema import NO_MEMORY, OK, Provenance, read, write
+from qerl.results.speeds import SCHEMAS, Ceilings, DecodePoint, DecodeResult, GpuState, GpuStates, Measurement
+from qerl.settings.workloads import Decoding, P, PointPart, W
 
 T = TypeVar("T")
 
@@ -174,10 +174,32 @@ def _run_together(points: Sequence[Point], repeats: int) -> None:
             point.samples.append(found)
 
 
+# Files of the speed grid that this machine lacks.
+
+
+def unmeasured(job: PointJob[W, P]) -> Iterator[PointPart[W, P]]:
+    """The parts of a job that this machine hasn't measured whole. A job that was killed goes on with them."""
+    for part in job.parts:
+        out = job.out / part.file
+        if (stored := measured_here(part, out)) and not stored.lacking(part):
+            log.info("%s is measured; delete it to measure it again", out)
+        else:
+            yield part
+
+
+def measured_here(part: PointPart[Any, Any], out: Path) -> Measurement | None:
+    """The file of a part, if it is of the same work on this machine."""
+    if not out.exists():
+        return None
+    stored: Measurement = read(SCHEMAS[part.work.bench], out)
+    here = stored.provenance.machine.label == machine()["label"]
+    return stored if here and stored.work == part.work else None
+
+
 # Points of decode speed: timing and the result file, shared by all engines of `qerl.bench`.
 #
-# A job is one engine, shape, weight format and rank; a point is a number of sequences. A job resumes its file: it
-# measures only the points that are missing. The prompts' time, in which one token is drawn, is subtracted.
+# A file is of one engine, shape, weight format and rank; a point is a number of sequences. The prompts' time, in which
+# one token is drawn, is subtracted.
 
 #: Takes prompts of one length, the number of tokens to draw for each, and a seed; returns the total number drawn.
 Draw = Callable[[list[list[int]], int, int], int]
@@ -194,80 +216,32 @@ class Engine(NamedTuple):
     release: Callable[[], None] = lambda: None
 
 
-#: The fields of a point without numbers, which a file states, too.
-_UNMEASURED: dict[str, Any] = {"samples": [], "prompt_samples": [], "prompt_seconds": None}
-_UNMEASURED |= {"sampler": None, "peak_memory_bytes": None, "weight_bytes": None}
-
 #: Makes the engine for a number of sequences.
 Start = Callable[[int], Engine]
 
 
-class DecodePoints:
-    """The points of a job and their file, which is rewritten after each point.
+def measure_decoding(
+    part: PointPart[Decoding, int], out: Path, engines: AbstractContextManager[tuple[Start, dict[str, Any]]]
+) -> None:
+    """Measure the points that a part's file lacks, and write the file after each.
 
-    Ceilings, the GPU's state and the stamp come from the last call that measured anything.
+    `engines` loads weights, and gives what makes engines and what the file states of them. If it runs out of memory,
+    all points are stored with that status, and else those that do.
     """
-
-    def __init__(self, out: Path, work: Decoding) -> None:
-        """Read the file if there is one. Raises ConfigError if another job or another machine wrote it."""
-        check_writable(out)
-        self.out, self.work = out, work
-        if out.exists():
-            self.result = _read(out, work)
-        else:
-            self.result = DecodeResult(
-                bench=work.bench, work=work, ceilings=None, gpu=None, points=[], provenance=Provenance.of_now()
-            )
-
-    def missing(self, sequences: Sequence[int]) -> list[int]:
-        """The numbers of sequences that have no point yet."""
-        return [count for count in dict.fromkeys(sequences) if count not in self.result.keys]
-
-    def update(self, **fields: Any) -> None:
-        """Change fields of the result, which is written with the next point."""
-        self.result = self.result.model_copy(update=fields)
-
-    def run(self, sequences: Sequence[int], load: Callable[[], Start]) -> None:
-        """Measure the missing points. `load` is called only if points are missing.
-
-        A point that runs out of memory is stored with that status. If `load` runs out, all missing points are.
-        """
-        missing = self.missing(sequences)
-        if not missing:
-            log.info("%s has all points; delete it to measure them again", self.out)
-            return
-        gpu = GpuStates(before=gpu_state(), after=None) if torch.cuda.is_available() else None
-        self._write(ceilings=ceilings(choose_device()), gpu=gpu)
-        start = unless_out_of_memory(load)
-
-        def measured(count: int) -> DecodePoint | None:
-            reset_peak_memory()
-            return unless_out_of_memory(lambda: timed(start(count), self.work, count)) if start else None
-
+    work, before, rates, stored = part.work, gpu_state(), ceilings(choose_device()), measured_here(part, out)
+    points: list[DecodePoint] = [*stored.points] if isinstance(stored, DecodeResult) else []
+    missing = sorted({*part.points} - {point.sequences for point in points})
+    with ExitStack() as running:
+        start, stated = unless_out_of_memory(partial(running.enter_context, engines)) or (None, {})
         for count in track(missing, len(missing), "points"):
-            point = measured(count) or DecodePoint(sequences=count, status=NO_MEMORY, **_UNMEASURED)
-            points = sorted([*self.result.points, point], key=lambda point: point.sequences)
-            self._write(points=points, gpu=gpu and gpu.model_copy(update={"after": gpu_state()}))
-            speed = f"{median(point.samples):.1f} tokens a second" if point.samples else point.status
-            log.info("%s, %d sequences: %s", self.work, count, speed)
-
-    def _write(self, **fields: Any) -> None:
-        self.update(**fields, provenance=Provenance.of_now())
-        write(self.out, self.result)
-
-
-def _read(out: Path, work: Decoding) -> DecodeResult:
-    again = "delete it, or name another file"
-    try:
-        result = read(DecodeResult, out)
-    except ResultError as error:
-        raise ConfigError(f"{error}; {again}") from None
-    for name, value in work.model_dump().items():
-        if (measured := getattr(result.work, name)) != value:
-            raise ConfigError(f"{out} has points of {name}={measured}, not {value}; {again}")
-    if result.provenance.machine.label != machine()["label"]:
-        raise ConfigError(f"{out} has points of another machine, {result.provenance.machine.label}; {again}")
-    return result
+            reset_peak_memory()
+            point = unless_out_of_memory(partial(timed, start, work, count)) if start else None
+            points.append(point or DecodePoint(sequences=count, status=NO_MEMORY))
+            speed = f"{median(point.samples):.1f} tokens a second" if point else NO_MEMORY
+            log.info("%s, %d sequences: %s", work, count, speed)
+            states = GpuStates(before=before, after=gpu_state()) if before else None
+            measured = {"ceilings": rates, "gpu": states, "points": points, "provenance": Provenance.of_now(), **stated}
+            write(out, DecodeResult(bench=work.bench, work=work, **measured))
 
 
 def check_room(pages: int, page: int, sequences: int, length: int) -> None:
@@ -295,12 +269,13 @@ def enough_runs(seconds: Sequence[float]) -> bool:
     return len(seconds) >= 9 or (len(seconds) >= 3 and sum(seconds) >= 5)
 
 
-def timed(engine: Engine, work: Decoding, sequences: int) -> DecodePoint:
+def timed(start: Start, work: Decoding, sequences: int) -> DecodePoint:
     """The speed of decoding and the prompts' time, after a warm-up of at most `WARM_UP` tokens.
 
     `sequences` are of each run, and the speed is of all. The median time of the prompts alone is subtracted.
     """
-    tokens, ids, together = work.tokens, prompt_id_range(vocabulary(work.size)), work.runs * sequences
+    engine, tokens, ids = start(sequences), work.tokens, prompt_id_range(vocabulary(work.size))
+    together = work.runs * sequences
 
     def taken(count: int, round_: int) -> float:
         numbers = np.random.default_rng([sequences, round_])

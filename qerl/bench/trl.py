@@ -31,7 +31,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from qerl.bench import workloads
 from qerl.bench.peers import no_room_is_out_of_memory
-from qerl.bench.timing import nbytes, optimizer_bytes
+from qerl.bench.timing import nbytes, optimizer_bytes, unmeasured
 from qerl.checkpoints.shapes import shape_of
 from qerl.host.console import log
 from qerl.host.gpus import Seconds, peak_memory_bytes, reset_peak_memory, seconds
@@ -275,7 +275,7 @@ def _run(work: StepWork, asked: TrlStep, checkpoint: Path) -> dict[str, Any]:
 
 def measure_steps(job: PointJob[StepWork, None]) -> None:
     """Time the steps after one warm-up step, and write the result. Running out of memory is a result, too."""
-    for part in job.parts:
+    for part in unmeasured(job):
         work, asked, out = part.work, part.settings, job.out / part.file
         assert isinstance(asked, TrlStep)
         _check(work, asked)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 import random
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import typer
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from qerl.bench.timing import gpu_state, unless_out_of_memory
 from qerl.checkpoints.shapes import prompt_id_range, vocabulary
@@ -23,10 +21,8 @@ from qerl.data.prompts import prompt_ids
 from qerl.data.records import Problem
 from qerl.host.console import log
 from qerl.host.gpus import seconds
-from qerl.host.provenance import check_writable
-from qerl.results.schema import NO_MEMORY, OK, Provenance, SampleRow
+from qerl.results.schema import NO_MEMORY, OK, Provenance, read_rows, write
 from qerl.results.speeds import GpuStates, GrpoStepResult, MixRun, PhaseSeconds, RolloutMixResult, StepMemory, TraceRow
-from qerl.results.store import read_rows, write, write_rows
 from qerl.rl.rewards import Answer
 from qerl.settings.base import ConfigError
 from qerl.settings.workloads import EngineStep, Mix, StepWork, TrlStep
@@ -94,33 +90,6 @@ def _traced(work: Mix, trace: Path) -> Lengths:
     return Lengths(prompt_id_range(vocabulary(work.size)), [len(row.prompt) for row in rows], lengths, kept)
 
 
-# `python -m qerl.bench.workloads SAMPLES.jsonl CHECKPOINT TRACE.jsonl` writes a trace: the token ids of logged
-# completions, for rollouts that replay them.
-
-
-def traces(samples: Iterable[SampleRow], tokenizer: PreTrainedTokenizerBase) -> Iterator[TraceRow]:
-    """One row per problem, in the order of the samples; a finished completion ends with the stop token."""
-
-    def ids(text: str, ended: bool = False) -> list[int]:
-        return [*tokenizer.encode(text, add_special_tokens=False), *[tokenizer.eos_token_id] * ended]
-
-    for _, group in groupby(samples, key=lambda sample: (sample.dataset, sample.problem)):
-        rows = list(group)
-        completions = [ids(row.completion, row.finished) for row in rows]
-        yield TraceRow(prompt=ids(rows[0].prompt), completions=completions)
-
-
-def write_trace(samples: Path, checkpoint: Path, out: Path) -> None:
-    """Write the trace of SAMPLES, tokenized by CHECKPOINT's tokenizer, to OUT.
-
-    SAMPLES is the samples.jsonl of an evaluation with several completions per problem, and CHECKPOINT has the tokenizer
-    of the evaluated policy.
-    """
-    check_writable(out)
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
-    write_rows(out, traces(read_rows(SampleRow, samples), tokenizer))
-
-
 @dataclass(frozen=True)
 class MixEngine:
     """A started engine. `rollout` takes the prompts of all runs and the round's number, and returns the lengths of
@@ -151,8 +120,7 @@ def measure(work: Mix, out: Path, start: Callable[[Lengths], MixEngine]) -> None
                 "runs": tuple(runs),
             }
 
-        nothing = {"sampler": "", "ready_seconds": None, "first_seconds": None, "runs": ()}
-        found = unless_out_of_memory(timed) or {"status": NO_MEMORY, **nothing}
+        found = unless_out_of_memory(timed) or {"status": NO_MEMORY}
         result = RolloutMixResult(
             bench=work.bench,
             work=work,
@@ -277,7 +245,3 @@ def write_steps(
         bench=work.bench, system=system, work=work, settings=settings, provenance=Provenance.of_now(), **values
     )
     write(out, result)
-
-
-if __name__ == "__main__":
-    typer.run(write_trace)

@@ -28,9 +28,8 @@ from qerl.host.process import interruptible
 from qerl.host.provenance import check_writable
 from qerl.jobs import KilledError
 from qerl.results.paths import METRICS, REPORT, REPORT_PAGE, SAMPLES_PAGE
-from qerl.results.schema import QuantizationReport
+from qerl.results.schema import QuantizationReport, read
 from qerl.results.statistics import Interval
-from qerl.results.store import read
 from qerl.settings.base import ConfigError, parse, parse_yaml
 from qerl.settings.data import DatasetSettings
 from qerl.settings.models import WeightFormat
@@ -47,7 +46,7 @@ from qerl.workflow.run_folder import file_values
 
 if TYPE_CHECKING:
     from qerl.doctor import Diagnosis
-    from qerl.evals.policy import Drawn
+    from qerl.evals.harness import Drawn
     from qerl.memory_model import PredictedMemory
 
 

@@ -39,8 +39,7 @@ from qerl.host.imports import call
 from qerl.host.provenance import write_text
 from qerl.jobs import DataJob
 from qerl.results.paths import DATASET
-from qerl.results.schema import PreparedDataset
-from qerl.results.store import read, write
+from qerl.results.schema import PreparedDataset, read, write
 from qerl.settings.base import ConfigError, Settings, can_name_a_file, check_unicode, not_empty, parse
 from qerl.settings.data import (
     DatasetSettings,

@@ -13,12 +13,11 @@ from torch import Tensor
 from qerl.checkpoints.files import usable_length
 from qerl.data.prompts import prompts_ids
 from qerl.evals.evaluate import open_task
-from qerl.evals.policy import EvaluatedPolicy
+from qerl.evals.harness import EvaluatedPolicy
 from qerl.models.policy import Policy, load_policy
 from qerl.report_jobs import DosedArm, DoseJob
-from qerl.results.schema import Dose, DoseReport, Provenance
+from qerl.results.schema import Dose, DoseReport, Provenance, write
 from qerl.results.statistics import mean_interval
-from qerl.results.store import write
 from qerl.rl.noise import Noise
 from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import Completion, SamplingParams

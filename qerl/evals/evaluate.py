@@ -19,7 +19,7 @@ from qerl.data.grading import Verdict, solution_key
 from qerl.data.prompts import TemplateInput, prompts_ids
 from qerl.data.records import Problem
 from qerl.data.sources import read_meta, read_records, read_split
-from qerl.evals.policy import STOCK_COLUMNS, Drawn, EvaluatedPolicy, EvaluationSet, GradedCompletion, Stock
+from qerl.evals.harness import STOCK_COLUMNS, Drawn, EvaluatedPolicy, EvaluationSet, GradedCompletion, Stock
 from qerl.host.console import log
 from qerl.host.imports import imports
 from qerl.host.provenance import VERSION
@@ -27,9 +27,8 @@ from qerl.jobs import EvaluateJob
 from qerl.models.blocks import noise_norm
 from qerl.models.policy import Policy, load_policy
 from qerl.results.paths import OUTCOMES, RESULT, RUN, SAMPLES
-from qerl.results.schema import OK, OutcomeRow, RunResult, SampleRow, TaskScore, evaluation_of
+from qerl.results.schema import OK, OutcomeRow, RunResult, SampleRow, TaskScore, evaluation_of, read, write
 from qerl.results.statistics import KS, pass_at_k
-from qerl.results.store import read, write
 from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import Sampler, SamplingParams
 from qerl.settings.data import Split

@@ -28,7 +28,7 @@ from lighteval.tasks.requests import Doc
 
 from qerl.data.grading import after_thinking, boxed
 from qerl.data.prompts import plain_ids, prompt_text, prompts_ids
-from qerl.evals.policy import Drawn, EvaluatedPolicy, EvaluationSet, GradedCompletion
+from qerl.evals.harness import Drawn, EvaluatedPolicy, EvaluationSet, GradedCompletion
 from qerl.settings.workflow import StockTask
 
 _SPLIT = "test"

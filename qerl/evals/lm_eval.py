@@ -27,7 +27,7 @@ from lm_eval.tasks import TaskManager
 
 from qerl.data.grading import after_thinking
 from qerl.data.prompts import chat_text, plain_ids, prompt_text, prompts_ids, texts_ids
-from qerl.evals.policy import Drawn, EvaluatedPolicy, EvaluationSet, GradedCompletion
+from qerl.evals.harness import Drawn, EvaluatedPolicy, EvaluationSet, GradedCompletion
 
 _SPLIT = "test"
 _STRICT = "strict-match"

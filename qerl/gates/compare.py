@@ -18,24 +18,25 @@ from qerl.report.format import page
 from qerl.report_jobs import VerdictJob
 from qerl.results import paths
 from qerl.results.schema import (
-    Baseline,
     Check,
     EvaluationResult,
-    GateMeasurements,
     Machine,
-    NumericsResult,
     Outcome,
+    Provenance,
+    ResultError,
     RunResult,
     SampleRow,
-    SpeedResult,
     StepMetrics,
+    Stored,
     StoredPolicyResult,
     Verdict,
     VerdictResult,
+    read,
+    read_rows,
+    write,
 )
 from qerl.results.speeds import RolloutBenchResult
 from qerl.results.statistics import paired_ratio_interval
-from qerl.results.store import ResultError, read, read_rows, write
 from qerl.settings.base import ConfigError, Settings, parse
 from qerl.settings.workflow import Config, GateSettings
 
@@ -72,6 +73,65 @@ def read_gates(file: Path) -> list[Gate]:
                 raise ConfigError(f"{file} has two gates called {gate.gate!r}; rename one")
             gates[gate.gate] = gate
     return list(gates.values())
+
+
+# Schemas of the files of measurements: single ones, and all together.
+
+
+class NumericsResult(Stored):
+    """gates/numerics.json: errors of codecs and graders, by name."""
+
+    values: dict[str, float]
+    provenance: Provenance
+
+
+class SpeedPairs(Stored):
+    """Seconds per token of this code and of the baseline's, in pairs that were measured one after the other."""
+
+    now: list[float]
+    baseline: list[float]
+
+
+class SpeedResult(Stored):
+    """gates/speed.json, by workload; it has no samples without a baseline."""
+
+    baseline: str | None
+    samples: dict[str, SpeedPairs]
+    provenance: Provenance
+
+
+class GateMeasurements(Stored):
+    """gates/measured.json: the metrics of one run of the workload, by name, with their stamp."""
+
+    key: str
+    """Key of the workload (`qerl.report_jobs.workload_key`)."""
+    values: dict[str, float]
+    series: dict[str, list[float]]
+    """One number per step."""
+    accuracies: dict[str, dict[str, float]]
+    """Share of right completions of each arm's trained policies, by the run's seed."""
+    completions: dict[str, dict[str, str]]
+    """For each completion of each stored policy, a hash of its text and whether it was right."""
+    ratios: dict[str, tuple[list[float], list[float]]]
+    """Seconds of the judged workload and of the one it is compared with, in pairs of consecutive measurements."""
+    compared_with: str | None
+    """The commit of the baseline's code in `ratios`; None without a baseline."""
+    provenance: Provenance
+
+
+class Baseline(Stored):
+    """config/gates/baselines/<machine>.json, with which later runs are compared.
+
+    Runs on machines of its class must agree bit for bit, others within bounds.
+    """
+
+    measured: GateMeasurements
+
+    @property
+    def commit(self) -> str:
+        """The commit of the measured code. `qerl gate accept` refuses measurements of code without a commit."""
+        assert self.measured.provenance.commit is not None
+        return self.measured.provenance.commit
 
 
 # The metrics that gates judge, collected from the stored results of one configuration.

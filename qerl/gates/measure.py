@@ -7,6 +7,7 @@ person.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -25,14 +27,12 @@ from qerl.checkpoints.files import weights_format_of
 from qerl.data.grading import is_correct, well_formed
 from qerl.formats.codecs import PACKED_FORMATS, Packed, dequantize, from_checkpoint, quantize
 from qerl.formats.layouts import Tiles
-from qerl.gates import worker
-from qerl.gates.compare import find_baseline, machine_class
+from qerl.gates.compare import NumericsResult, SpeedPairs, SpeedResult, find_baseline, machine_class
 from qerl.host.console import log
 from qerl.host.provenance import PACKAGE
 from qerl.models.linear import PackedLinear
 from qerl.report_jobs import NumericsJob, SpeedJob
-from qerl.results.schema import NumericsResult, Provenance, SpeedPairs, SpeedResult
-from qerl.results.store import write
+from qerl.results.schema import Provenance, write
 from qerl.settings.base import ConfigError
 
 VECTORS = "vectors.safetensors"
@@ -93,9 +93,24 @@ def wrong_verdicts(file: Path) -> float:
 # One interpreter can't import two versions of a package, so each version has its own process. They take turns: while
 # one works, the other waits for its next request. Load that lasts longer than a turn therefore slows both.
 
-#: The module is imported so that its content counts in the code version, but the worker runs it as a file.
-WORKER = Path(worker.__file__)
 WORKLOADS = ("rollout", "update")
+#: One GRPO step is 64 completions; the first step of a run is a warm-up.
+TRAINING: dict[str, Any] = {
+    "dataset": {
+        "format": "gsm8k",
+        "instruction": "Answer after ####.",
+        "origin": {"source": "generated", "train": 64, "validation": 4, "test": 4},
+    },
+    "dtype": "float32",
+    "steps": 3,
+    "checkpoint_every": 3,
+    "micro_batch_tokens": 2048,
+    "rollout": {"prompts": 8, "group_size": 8, "sampling": {"max_tokens": 56}},
+    "adapter": {"rank": 16, "alpha": 32},
+}
+PROMPTS = [f"Mia has {number} plums. Monday triples them. How many plums has Mia now?" for number in range(2, 34)]
+#: Rollouts per request; the first is a warm-up.
+ROLLOUTS = 9
 
 
 def measure_speed(job: SpeedJob) -> None:
@@ -151,6 +166,40 @@ def unpacked(commit: str, folder: Path) -> Path:
     return target.resolve()
 
 
+def answer_requests() -> None:
+    """Print the seconds per token of each repeat of a workload, whose name is a line of the input, until that ends.
+
+    Another interpreter runs the source of this function with one version of the package. The version may be older than
+    this module, so the function imports what it needs, and of the package it uses only `load`, `sample`, `train` and
+    the columns of metrics.jsonl.
+    """
+    import json
+    import sys
+    import time
+    from pathlib import Path
+
+    answers, sys.stdout = sys.stdout, sys.stderr  # so that libraries can't print among the answers
+    given = json.loads(sys.argv[1])
+    from qerl import api
+
+    imported = Path(api.__file__).resolve().parents[1]
+    if imported != Path(given["code"]).resolve():
+        sys.exit(f"the imported version is in {imported}, which is not the version to be timed")
+    policy = api.load(given["settings"]["model"], "float32")
+    for number, line in enumerate(sys.stdin):
+        taken: list[float] = []
+        if line.strip() == "rollout":
+            for seed in range(given["rollouts"]):
+                start = time.perf_counter()
+                drawn = api.sample(policy, given["prompts"], seed=seed, max_tokens=64)
+                seconds = time.perf_counter() - start
+                taken.append(seconds / sum(one.tokens for completions in drawn for one in completions))
+        else:
+            run = api.train(given["settings"], out=Path(given["folder"], str(number)))
+            taken = [1 / rate for rate in run.metrics["tokens_per_second/update"]]
+        print(json.dumps(taken[1:]), file=answers, flush=True)  # without the warm-up
+
+
 @contextmanager
 def started(code: Path, commit: str | None, checkpoint: Path, folder: Path) -> Iterator[Callable[[str], list[float]]]:
     """A context with a process that imports the package from the folder `code` and trains in `folder`.
@@ -163,8 +212,10 @@ def started(code: Path, commit: str | None, checkpoint: Path, folder: Path) -> I
     environment = {**os.environ, "PYTHONPATH": str(code), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
     if commit:
         environment["QERL_COMMIT"] = commit  # unpacked code isn't in a clone from which to read its commit
-    policy = {"checkpoint": str(checkpoint.resolve()), "weights": weights_format_of(checkpoint)}
-    command = [sys.executable, str(WORKER), json.dumps({"code": str(code), "folder": str(folder), **policy})]
+    policy = {"model": str(checkpoint.resolve()), "weights": weights_format_of(checkpoint)}
+    work = {"settings": {**TRAINING, **policy}, "prompts": PROMPTS, "rollouts": ROLLOUTS}
+    source = f"{inspect.getsource(answer_requests)}\n{answer_requests.__name__}()"
+    command = [sys.executable, "-c", source, json.dumps({"code": str(code), "folder": str(folder), **work})]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with (
         errors.open("w", encoding="utf-8") as stderr,

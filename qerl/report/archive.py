@@ -23,7 +23,7 @@ from qerl.report.tables import TABLES, make_table
 from qerl.report_jobs import TableJob
 from qerl.results import paths, printed
 from qerl.results.readers import StoredResults, listed
-from qerl.results.store import ResultError
+from qerl.results.schema import ResultError
 
 CRATE = "ro-crate-metadata.json"
 #: Folders of results that stay at home: weights, which are large, and what only this machine's owner reads.

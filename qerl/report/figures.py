@@ -276,7 +276,6 @@ _ENGINES = {
     SERVING[0]: ("native", "-", "o"),
     SERVING[1]: ("native, portable kernels", "-.", "D"),
     SERVING[2]: ("vLLM", "--", "s"),
-    SERVING[3]: ("transformers", ":", "^"),
 }
 _GREY = "#a8a8a8"
 

@@ -19,8 +19,8 @@ from rich.text import Text
 
 from qerl.host.console import VisibleConsole
 from qerl.results.paths import FIGURES, KEY, REPORT_PAGE, SAMPLES_PAGE, STUDY, STUDY_PAGE, TABLES
+from qerl.results.schema import ResultError
 from qerl.results.statistics import METHOD
-from qerl.results.store import ResultError
 
 # Numbers and names as text for readers; all units, digits and headings are defined here.
 #

@@ -32,8 +32,7 @@ from qerl.report_jobs import ReportJob
 from qerl.results import paths
 from qerl.results.printed import CURVE_FIGURES
 from qerl.results.readers import StoredResults, listed
-from qerl.results.schema import OK, EvaluationResult, Head, RunResult, TaskScore, VerdictResult
-from qerl.results.store import read
+from qerl.results.schema import OK, EvaluationResult, Head, RunResult, TaskScore, VerdictResult, read
 from qerl.settings.workflow import flat
 
 #: Makes the address of samples from the parts of their place.

@@ -21,13 +21,15 @@ from qerl.results.readers import StoredResults, listed
 from qerl.results.schema import (
     EvaluationResult,
     OwnEvaluationResult,
+    ResultError,
     RolloutRow,
     RunResult,
     SampleRow,
     Scores,
     StoredPolicyResult,
+    read,
+    read_rows,
 )
-from qerl.results.store import ResultError, read, read_rows
 
 # A source is a policy: a run, whose views are its stored steps and the data sets of its evaluation, or an untrained
 # base.

@@ -32,10 +32,9 @@ from qerl.report.format import (
 from qerl.report.paper import Point, beside, cells_of
 from qerl.report_jobs import ShapesJob
 from qerl.results import printed
-from qerl.results.schema import OK, Head
+from qerl.results.schema import OK, Head, read
 from qerl.results.speeds import GIVEN_UP, LENGTHS, POLICY, SECONDS, load
 from qerl.results.statistics import ENDS, ratio_interval
-from qerl.results.store import read
 
 # Ratios of points: the quotient of their medians, or the reason why there is none.
 

@@ -23,7 +23,7 @@ from qerl.report_jobs import TableJob
 from qerl.results import printed
 from qerl.results.paths import KEY, weights_names
 from qerl.results.readers import StoredResults, listed, paired_base
-from qerl.results.schema import OK
+from qerl.results.schema import OK, ResultError
 from qerl.results.speeds import quartiles
 from qerl.results.statistics import (
     ENDS,
@@ -34,7 +34,6 @@ from qerl.results.statistics import (
     average_interval,
     difference_interval,
 )
-from qerl.results.store import ResultError
 from qerl.settings.workflow import DRIFT_BLOCKS
 
 _ORDER = {

@@ -14,10 +14,20 @@ from typing import Any
 import pandas as pd
 
 from qerl.results.paths import KEY, METRICS, PROFILE, REPORT, RESULT, RUN, SAMPLES, training_name, variant
-from qerl.results.schema import OK, EvaluationResult, Head, QuantizationReport, RunResult, SampleRow, StepMetrics
+from qerl.results.schema import (
+    OK,
+    EvaluationResult,
+    Head,
+    QuantizationReport,
+    ResultError,
+    RunResult,
+    SampleRow,
+    StepMetrics,
+    read,
+    read_rows,
+)
 from qerl.results.speeds import load
 from qerl.results.statistics import Scores
-from qerl.results.store import ResultError, read, read_rows
 
 _SAMPLE = ("dataset", "problem", "repeat", "correct", "tokens", "finished", "flexible")
 _TASK = {"harness", "task", "problems", "repeats", "accuracy"}

@@ -1,12 +1,16 @@
-"""Schemas of the files under results/: preparation, training, evaluation, gates and plan.
+"""Schemas of the files under results/, which writers construct and readers parse, and the writing and reading.
 
-Writers construct these models, and readers parse them.
+They are of preparation, training, evaluation and gates; `qerl.results.speeds` has those of speeds.
 """
 
 from __future__ import annotations
 
 import datetime
-from typing import Annotated, Any, Literal, Self
+import gzip
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -15,11 +19,13 @@ from pydantic import (
     PlainSerializer,
     SerializationInfo,
     TypeAdapter,
+    ValidationError,
     model_validator,
 )
 
-from qerl.host.provenance import stamp
+from qerl.host.provenance import stamp, write_bytes, write_json, write_text
 from qerl.results.statistics import Interval
+from qerl.settings.base import UserError, sentence
 from qerl.settings.data import AnswerForm, RecordFormat, Split
 from qerl.settings.models import Base, Recipe, WeightFormat
 from qerl.settings.run import RunSettings, SamplingSettings
@@ -136,7 +142,7 @@ class Quartiles(Stored):
 class MeasuredPoint(Stored):
     """The fields that all points share. A failed point has its error as `status` and no samples."""
 
-    samples: list[float] = Field([])
+    samples: list[float] = Field(default=[])
     weight_bytes: Number | None = None
     sampler: str | None = None
     peak_memory_bytes: Number | None = None
@@ -522,68 +528,12 @@ def evaluation_of(policy: dict[str, Any], seed: int, **scores: Any) -> AnyEvalua
     return _ANY.validate_python({**policy, **scores, "provenance": Provenance.of_now(seed)})
 
 
-# Schemas of the regression gates' files: single measurements, all measurements together, and the verdict.
+# Schema of the regression gates' verdict, which a report shows; `qerl.gates.compare` has those of their measurements.
 
 #: The checks of gates (docs/gates.md): a number or a ratio's interval against a bound; or a number, accuracies,
 #: completions or a series of numbers against the baseline's.
 Check = Literal["at-most", "at-least", "ratio-at-most", "growth", "paired", "same", "golden"]
 Outcome = Literal["pass", "fail", "no baseline"]
-
-
-class NumericsResult(Stored):
-    """gates/numerics.json: errors of codecs and graders, by name."""
-
-    values: dict[str, float]
-    provenance: Provenance
-
-
-class SpeedPairs(Stored):
-    """Seconds per token of this code and of the baseline's, in pairs that were measured one after the other."""
-
-    now: list[float]
-    baseline: list[float]
-
-
-class SpeedResult(Stored):
-    """gates/speed.json, by workload; it has no samples without a baseline."""
-
-    baseline: str | None
-    samples: dict[str, SpeedPairs]
-    provenance: Provenance
-
-
-class GateMeasurements(Stored):
-    """gates/measured.json: the metrics of one run of the workload, by name, with their stamp."""
-
-    key: str
-    """Key of the workload (`qerl.report_jobs.workload_key`)."""
-    values: dict[str, float]
-    series: dict[str, list[float]]
-    """One number per step."""
-    accuracies: dict[str, dict[str, float]]
-    """Share of right completions of each arm's trained policies, by the run's seed."""
-    completions: dict[str, dict[str, str]]
-    """For each completion of each stored policy, a hash of its text and whether it was right."""
-    ratios: dict[str, tuple[list[float], list[float]]]
-    """Seconds of the judged workload and of the one it is compared with, in pairs of consecutive measurements."""
-    compared_with: str | None
-    """The commit of the baseline's code in `ratios`; None without a baseline."""
-    provenance: Provenance
-
-
-class Baseline(Stored):
-    """config/gates/baselines/<machine>.json, with which later runs are compared.
-
-    Runs on machines of its class must agree bit for bit, others within bounds.
-    """
-
-    measured: GateMeasurements
-
-    @property
-    def commit(self) -> str:
-        """The commit of the measured code. `qerl gate accept` refuses measurements of code without a commit."""
-        assert self.measured.provenance.commit is not None
-        return self.measured.provenance.commit
 
 
 class Verdict(Stored):
@@ -614,3 +564,56 @@ class VerdictResult(Stored):
     baseline: str | None
     gates: list[Verdict]
     provenance: Provenance
+
+
+# Files: each is written completely or not at all, and read with errors that name the file.
+
+T = TypeVar("T", bound=Stored)
+
+
+class ResultError(UserError):
+    """A result file that is missing or doesn't match its schema. The message is one sentence for the user."""
+
+
+def write(path: Path, result: Stored) -> None:
+    """Write a result completely or not at all."""
+    write_json(path, result.content())
+
+
+def line(row: Stored) -> str:
+    """A row as a line of JSON."""
+    return json.dumps(row.content()) + "\n"
+
+
+def write_rows(path: Path, rows: Iterable[Stored]) -> None:
+    """Write JSON lines, compressed if the name ends in .gz.
+
+    The whole file is rewritten, so that a killed job leaves no partial or repeated row.
+    """
+    text = "".join(map(line, rows))
+    if path.suffix == ".gz":
+        write_bytes(path, gzip.compress(text.encode(), mtime=0))
+    else:
+        write_text(path, text)
+
+
+def read(schema: type[T], path: Path) -> T:
+    """A result file as its model. Raises ResultError if it is missing or doesn't match."""
+    try:
+        return schema.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        raise ResultError(f"{path} doesn't exist; run the workflow to make it") from None
+    except ValidationError as error:
+        raise ResultError(f"{path} is not a {schema.__name__}: {sentence(error, schema)}") from None
+
+
+def read_rows(schema: type[T], path: Path) -> Iterator[T]:
+    """The rows of a file of JSON lines, which may be compressed, as their model."""
+    if not path.exists():
+        raise ResultError(f"{path} doesn't exist; run the workflow to make it")
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                yield schema.model_validate_json(line)
+            except ValidationError as error:
+                raise ResultError(f"{path}, line {number}: {sentence(error, schema)}") from None

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from operator import attrgetter
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
 import numpy as np
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from qerl.checkpoints.shapes import HALF, QWEN, SIZES, ModelShape, shape_of
 from qerl.results.paths import weights_names
-from qerl.results.schema import OK, MeasuredPoint, Number, Provenance, Stored
-from qerl.results.store import ResultError, read
+from qerl.results.schema import OK, MeasuredPoint, Number, Provenance, ResultError, Stored, read
 from qerl.settings.models import Base, Recipe, WeightFormat
 from qerl.settings.run import Kernels
 from qerl.settings.workloads import (
@@ -27,6 +25,8 @@ from qerl.settings.workloads import (
     Decoding,
     EngineStep,
     Mix,
+    PointPart,
+    Prompting,
     StepWork,
     TrlStep,
     Workload,
@@ -147,6 +147,10 @@ class Measurement(Stored):
         """What tells its points apart, as a job asks for them."""
         return [None]
 
+    def lacking(self, part: PointPart[Any, Any]) -> list[Any]:
+        """The points of a job's part that the file doesn't have."""
+        return [point for point in part.points if point not in self.keys]
+
     @model_validator(mode="after")
     def _workload_is_known(self) -> Self:
         if self.bench != self.work.bench:
@@ -195,7 +199,7 @@ class DecodePoint(MeasuredPoint):
 
     sequences: int
     prompt_seconds: float | None = None
-    prompt_samples: list[float] = Field([])
+    prompt_samples: list[float] = Field(default=[])
 
 
 class DecodeResult(Measurement):
@@ -250,40 +254,35 @@ class DecodeResult(Measurement):
         return max(moved / self.ceilings.copy_bytes_per_second, flops / self.ceilings.matmul_flops_per_second)
 
 
-# --- calls -----------------------------------------------------------------------------------------------------------
-
-Calls = TypeVar("Calls", bound=Workload)
+# --- prefill time ----------------------------------------------------------------------------------------------------
 
 
-class CallsPoint(Stored):
-    """Seconds of a point's calls, without the first one; a failed point has none. The workload's axes are keys, too."""
+class PromptsPoint(Stored):
+    """Seconds of calls with this number of prompts of `tokens` each, without the first call; a failed point has none.
 
-    model_config = ConfigDict(extra="allow")
+    `reserved_bytes` is the memory that the first call reserved.
+    """
 
+    prompts: int
+    tokens: int
     status: str = OK
     first: float | None
     samples: list[float]
     reserved_bytes: Number | None = None
 
 
-class CallsResult(Measurement, Generic[Calls]):
-    """Timed calls of a workload with `axes`, such as points/prompts-*.json, with one file per (size, weights, rank)."""
+class PromptsResult(Measurement):
+    """points/prompts-*.json, with one file per (size, weights, rank)."""
 
-    work: Calls
+    work: Prompting
     sampler: str
     gpu: GpuState | None
-    points: list[CallsPoint]
+    points: list[PromptsPoint]
 
     @property
     def keys(self) -> Sequence[Any]:
-        """The numbers on the axes, as tuples if there are several."""
-        return [*map(attrgetter(*self.work.axes), self.points)]
-
-    @model_validator(mode="after")
-    def _points_lie_on_the_axes(self) -> Self:
-        if any({*(point.model_extra or {})} != {*self.work.axes} for point in self.points):
-            raise ValueError(f"each point needs the further keys {', '.join(self.work.axes)}")
-        return self
+        """The numbers of prompts and the tokens of each."""
+        return [(point.prompts, point.tokens) for point in self.points]
 
     def rows(self) -> Iterator[Row]:
         """A row per point, with the `milliseconds` of a call."""
@@ -302,7 +301,7 @@ class CallsResult(Measurement, Generic[Calls]):
 
 
 class TraceRow(Stored):
-    """A line of traces/*.jsonl: token ids of a prompt and of its completions, logged by a run of this project."""
+    """A line of traces/*.jsonl: token ids of a prompt and of its completions."""
 
     prompt: list[int] = Field(min_length=1)
     completions: list[Annotated[list[int], Field(min_length=1)]] = Field(min_length=1)
@@ -446,6 +445,10 @@ class GrpoStepResult(Measurement):
     memory: StepMemory | None = None
     given_up: GivenUp | None = None
 
+    def lacking(self, part: PointPart[Any, Any]) -> list[Any]:
+        """The step, if it had other settings, which no file's name tells. TRL's file has a share that was chosen."""
+        return [] if isinstance(part.settings, TrlStep) or part.settings == self.settings else part.points
+
     def rows(self) -> Iterator[Row]:
         """One row, with seconds and memory by part (`<part>/gb`), and `GIVEN_UP`, which is empty where not stored."""
         work, cap, system = self.work, self.settings.memory_gb, self.system.split()[0]
@@ -506,8 +509,10 @@ _ORDER = {
 }
 #: The model of a file by its `kind`, or else by its `bench`.
 SCHEMAS: dict[str, type[Any]] = {
-    **{one.model_fields["work"].annotation.bench: one for one in (DecodeResult, RolloutMixResult, GrpoStepResult)},  # type: ignore[union-attr]
-    **{one.bench: CallsResult[one] for one in Workload.__subclasses__() if one.axes},  # type: ignore[valid-type]
+    Decoding.bench: DecodeResult,
+    Prompting.bench: PromptsResult,
+    Mix.bench: RolloutMixResult,
+    StepWork.bench: GrpoStepResult,
     "rollout": RolloutBenchResult,
     "step": StepBenchResult,
 }

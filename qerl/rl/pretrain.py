@@ -34,8 +34,7 @@ from qerl.kernels.packed_sequences import Packing
 from qerl.models.blocks import use_attend
 from qerl.models.policy import Policy, choose_device
 from qerl.results.paths import PRETRAIN
-from qerl.results.schema import PretrainCheck, PretrainReport, Provenance
-from qerl.results.store import write
+from qerl.results.schema import PretrainCheck, PretrainReport, Provenance, write
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.parallel import Processes, start_processes
 from qerl.rl.rollouts import Task

@@ -23,8 +23,7 @@ from qerl.host.console import log
 from qerl.host.gpus import seconds
 from qerl.models.policy import Policy
 from qerl.results.paths import rollouts_file
-from qerl.results.schema import RolloutRow, StoredCompletion
-from qerl.results.store import write_rows
+from qerl.results.schema import RolloutRow, StoredCompletion, write_rows
 from qerl.rl.environments import Conversation, Conversations
 from qerl.rl.packing import MicroBatch, Sample
 from qerl.rl.parallel import Processes

@@ -27,8 +27,7 @@ from qerl.host.lease import BY_BUS, ORDER, VISIBLE, by_torchrun, environment_var
 from qerl.host.process import Announcement, Interrupted, announced
 from qerl.jobs import KilledError, TrainJob
 from qerl.results.paths import METRICS
-from qerl.results.schema import StepMetrics
-from qerl.results.store import read_rows
+from qerl.results.schema import StepMetrics, read_rows
 from qerl.rl.cohort import cohorts, train_cohort
 from qerl.rl.parallel import ENVIRONMENT, INTERRUPTED, UNGUARDED, beginning, unguarded
 from qerl.rl.train import state_folder, train_run

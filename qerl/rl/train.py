@@ -30,8 +30,18 @@ from qerl.models.adapter_files import Base
 from qerl.models.loading import check_attention_dropout
 from qerl.models.policy import Policy, trained_in_full, trained_in_shards, weight_bytes, with_adapter
 from qerl.results.paths import DATASET, METRICS, POLICY, ROLLOUTS, RUN, without_folders
-from qerl.results.schema import DIVERGED, NO_MEMORY, Provenance, Quartiles, RunResult, RunSummary, StepMetrics, whole
-from qerl.results.store import line, write
+from qerl.results.schema import (
+    DIVERGED,
+    NO_MEMORY,
+    Provenance,
+    Quartiles,
+    RunResult,
+    RunSummary,
+    StepMetrics,
+    line,
+    whole,
+    write,
+)
 from qerl.rl.checkpoint import Checkpoints, ResumeError, restore, whole_state
 from qerl.rl.noise import Noise
 from qerl.rl.parallel import Processes, connected, start_processes

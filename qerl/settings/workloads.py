@@ -17,7 +17,7 @@ from qerl.settings.base import ConfigError, FilePath, Name, NonEmpty, Part, Posi
 from qerl.settings.models import Base, WeightFormat
 from qerl.settings.run import Kernels, RunSettings
 
-Engine = Literal["native", "vllm", "transformers"]
+Engine = Literal["native", "vllm"]
 ENGINES: tuple[str, ...] = get_args(Engine)
 
 
@@ -28,8 +28,6 @@ class Workload(Part):
     bench: ClassVar[str]
     #: The function that measures it, as `module:name`, by engine or system.
     does: ClassVar[dict[str, str]]
-    #: What tells points apart whose files have timed calls alone (`qerl.results.speeds.CallsResult`).
-    axes: ClassVar[tuple[str, ...]] = ()
 
     size: str
     weights: WeightFormat
@@ -49,7 +47,6 @@ class Decoding(Workload):
     does: ClassVar[dict[str, str]] = {
         "native": "qerl.bench.native:measure_points",
         "vllm": "qerl.bench.peers:decode_vllm",
-        "transformers": "qerl.bench.peers:decode_transformers",
     }
     engine: Engine
     kernels: Kernels = "auto"
@@ -70,7 +67,6 @@ class Prompting(Workload):
 
     bench: ClassVar[str] = "prompts"
     does: ClassVar[dict[str, str]] = {"native": "qerl.bench.native:measure_prompts"}
-    axes: ClassVar[tuple[str, ...]] = ("prompts", "tokens")
     repeats: int = 7
     """Timed calls, besides the first."""
 
@@ -94,8 +90,8 @@ class MixedLengths(Settings):
     sequences: PositiveInt = 512
     """Most completions decoded together."""
     trace: FilePath | None = None
-    """A file of `python -m qerl.bench.workloads`, whose tokens this project's engine replays; vLLM draws others of the
-    same lengths. None draws lengths by the keys above."""
+    """A file of token ids that this project's engine replays; vLLM draws others of the same lengths. Each line is a
+    prompt: `{"prompt": [...], "completions": [[...], ...]}`. None draws lengths by the keys above."""
     seed: Seed = 0
     repeats: PositiveInt = 3
 
@@ -310,7 +306,7 @@ class DecodeGrid(PolicyGrid):
 class MixGrid(PolicyGrid, MixedLengths):
     """Rollouts of completions of mixed lengths on random weights, end to end."""
 
-    engine: Literal["native", "vllm"]
+    engine: Engine
     ranks: NonEmpty[Annotated[int, Field(ge=0)]] = [32]
     runs: NonEmpty[PositiveInt] = [1]
     """Numbers of runs with an adapter each in one engine, for this project only. Prompts and lengths are of each."""

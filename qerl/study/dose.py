@@ -18,10 +18,9 @@ from qerl.report.figures import PALETTE, figure_axes
 from qerl.report.format import cell_text, three_digits
 from qerl.report_jobs import PageJob
 from qerl.results.paths import STUDY_FILES, STUDY_PAGE, STUDY_PARTS
-from qerl.results.schema import OK, DoseReport
+from qerl.results.schema import OK, DoseReport, ResultError, read
 from qerl.results.statistics import ALPHA, PairedDifference, holm, paired_difference
-from qerl.results.store import ResultError, read
-from qerl.study.data import MAIN, Study, differences, means, outcomes, read_studies
+from qerl.study.runs import MAIN, Study, differences, means, outcomes, read_studies
 
 Role = Literal["repetition", "positive control", "dose", "mismatch", "the paper's rates"]
 #: The arms of the protocol by their role; all are compared with `BASE_LINE`.

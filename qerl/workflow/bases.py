@@ -21,8 +21,7 @@ from qerl.data.hub import CONFIG_FILES, MODEL_FILES, OTHER_FILES, hub_unreachabl
 from qerl.host.console import console, log
 from qerl.host.imports import OPTIONAL, imports
 from qerl.jobs import FetchJob, QuantizeJob
-from qerl.results.schema import Provenance, QuantizationReport
-from qerl.results.store import write
+from qerl.results.schema import Provenance, QuantizationReport, write
 from qerl.settings.base import ConfigError
 from qerl.settings.models import FORMATS, LockedRepo
 

@@ -12,8 +12,7 @@ import pandas as pd
 
 from qerl.jobs import EvaluateJob, Plan, PlannedRun, TrainJob
 from qerl.results.paths import RESULT, RUN
-from qerl.results.schema import OK, RunResult
-from qerl.results.store import read
+from qerl.results.schema import OK, RunResult, read
 from qerl.settings.base import ConfigError
 from qerl.workflow.rules import Jobs
 

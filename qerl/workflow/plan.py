@@ -16,13 +16,13 @@ from qerl.host.provenance import check_clock
 from qerl.jobs import Plan, PlannedEvaluation, PlannedRun
 from qerl.report_jobs import PointJob
 from qerl.results.paths import measured_file
-from qerl.results.speeds import SCHEMAS, GrpoStepResult, Measurement
-from qerl.results.store import read
+from qerl.results.schema import read
+from qerl.results.speeds import SCHEMAS
 from qerl.settings.base import ConfigError, check_kind, parse, read_yaml
 from qerl.settings.models import Base
 from qerl.settings.run import RunSettings
 from qerl.settings.workflow import Config, Experiment, RolloutBench, merged, nested
-from qerl.settings.workloads import EngineStep, PointPart, ShapesSettings
+from qerl.settings.workloads import PointPart, ShapesSettings
 from qerl.workflow.checks import (
     check_engines,
     check_inputs,
@@ -177,9 +177,7 @@ def _as_typed(file: Path) -> str:
 MISSING = "missing"
 #: By system, the weight formats that it doesn't support, or not with random weights. vLLM serves models whose experts
 #: alone are packed.
-_UNSUPPORTED = {"vllm": ("mxfp4",), "transformers": ("mxfp4", "nvfp4"), "trl": ("mxfp4", "nvfp4")}
-#: Systems that are timed on Qwen2.5's sizes alone.
-_QWEN_ALONE = ("transformers", "trl")
+_UNSUPPORTED = {"vllm": ("mxfp4",), "trl": ("mxfp4", "nvfp4")}
 
 
 def point_parts(settings: ShapesSettings) -> dict[str, list[PointPart]]:
@@ -201,7 +199,7 @@ def _check_point(system: str, base: Base) -> None:
     size, weights = base.model, base.weights
     if size not in SIZES:
         raise ConfigError(f"shapes: size {size!r} is unknown; use one of {', '.join(SIZES)}")
-    if size in PUBLISHED and (system in _QWEN_ALONE or (system, weights) == ("vllm", "nf4")):
+    if size in PUBLISHED and (system == "trl" or (system, weights) == ("vllm", "nf4")):
         raise ConfigError(f"shapes: {system} has no random {weights} weights of {size}; remove it from that entry")
     if weights in _UNSUPPORTED.get(system, ()) and not (system == "vllm" and has_packed_experts_alone(size)):
         raise ConfigError(f"shapes: {system} doesn't support {weights}; remove it from that entry")
@@ -211,7 +209,7 @@ def _check_point(system: str, base: Base) -> None:
 
 
 def point_jobs(parts: dict[str, list[PointPart]], folder: Path) -> dict[str, PointJob]:
-    """The jobs by their ids. Each writes its files to `folder`/ID, and continues the files of an earlier attempt."""
+    """The jobs by their ids. Each writes its files to `folder`/ID, and keeps those of an earlier attempt."""
     return {id: PointJob(parts=of_job, out=folder / id) for id, of_job in parts.items()}
 
 
@@ -234,19 +232,11 @@ def remaining(job: PointJob, settings: ShapesSettings) -> PointJob | None:
 
 def _missing(job: PointJob, settings: ShapesSettings) -> dict[str, int]:
     """How many points no file has, by the name of their file."""
-    found = {part.file: measured_file(settings.samples, job.out / part.file) for part in job.parts}
-    measured = {part.file: _keys(part, file) if (file := found[part.file]) else [] for part in job.parts}
-    return {part.file: sum(point not in measured[part.file] for point in part.points) for part in job.parts}
-
-
-# Files are named by their work; micro-batches, cache and sleep aren't in the name, so a committed step counts only with
-# the settings that the grid asks for.
-def _keys(part: PointPart, file: Path) -> Sequence[object]:
-    """The keys of the points that a part's file has; none if its step had other settings, which no name tells."""
-    result = read(SCHEMAS[part.work.bench], file)
-    assert isinstance(result, Measurement)
-    ours = isinstance(result, GrpoStepResult) and isinstance(part.settings, EngineStep)
-    return [] if ours and result.settings != part.settings else result.keys  # type: ignore[attr-defined]
+    missing = {}
+    for part in job.parts:
+        file = measured_file(settings.samples, job.out / part.file)
+        missing[part.file] = len(read(SCHEMAS[part.work.bench], file).lacking(part) if file else part.points)
+    return missing
 
 
 # The plan of a call of Snakemake.

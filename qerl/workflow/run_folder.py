@@ -31,8 +31,7 @@ from qerl.host.imports import (
 from qerl.host.provenance import flush, write_text, writing
 from qerl.jobs import DataJob, HubBase, Job, QuantizeJob, TrainJob
 from qerl.results.paths import CHECKPOINT, DATA, LOG, METRICS, POLICY, REPORT, RUN, TRACKED, WORK
-from qerl.results.schema import StepMetrics
-from qerl.results.store import read_rows
+from qerl.results.schema import StepMetrics, read_rows
 from qerl.settings.base import ConfigError, PathLike, check_kind, path_argument, read_yaml
 from qerl.settings.data import LocalData
 from qerl.settings.run import OF_SEVERAL, UNDECIDING, RunFile

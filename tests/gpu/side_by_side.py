@@ -139,7 +139,7 @@ def main() -> None:
         gather = jobs.of("gather", FINISHED)
         gather.results.parent.mkdir(parents=True, exist_ok=True)
         gather.results.write_text("".join(f"{file}\n" for file in listed_results(plan)))
-        import_module("qerl.study.data").gather_study(gather)
+        import_module("qerl.study.runs").gather_study(gather)
         shutil.copytree(gather.out, options.out, dirs_exist_ok=True)
         for file in jobs.of("page", FINISHED).doses:
             shutil.copy(file, options.out)

@@ -26,9 +26,8 @@ from torch import Tensor
 from qerl.bench.timing import gpu_state
 from qerl.checkpoints.shapes import shape_of
 from qerl.models.linear import W4Linear
-from qerl.results.schema import Provenance, Stored
+from qerl.results.schema import Provenance, Stored, write
 from qerl.results.speeds import GpuState
-from qerl.results.store import write
 from qerl.settings.models import WeightFormat
 from tests.gpu.test_products import TOLERANCE, exact, random_layers, weights_of
 

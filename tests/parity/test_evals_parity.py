@@ -15,8 +15,8 @@ from lm_eval.api.task import ConfigurableTask
 from qerl.data.grading import is_correct
 from qerl.data.records import Problem
 from qerl.evals.evaluate import scorer
+from qerl.evals.harness import EvaluatedPolicy, EvaluationSet
 from qerl.evals.lm_eval import task_config
-from qerl.evals.policy import EvaluatedPolicy, EvaluationSet
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.workflow import harness_of
 from tests.unit.data.test_grading import IS_5, IS_18, NATIVE, NO_5, NO_18, TAGGED, tags

@@ -316,7 +316,7 @@ def odd(text):
 @some_families("qwen2", "qwen3_5", "gpt_oss")
 def test_an_evaluation_scores_the_answers_of_peft_on_the_unpacked_base(bases, problems, tmp_path, monkeypatch, name):
     """Greedy ones of a packed base with a trained adapter, by all samplers of this machine."""
-    monkeypatch.setattr("qerl.evals.policy.verdict", lambda text, *_: "right" if odd(text) else "wrong")
+    monkeypatch.setattr("qerl.evals.harness.verdict", lambda text, *_: "right" if odd(text) else "wrong")
     base = dense(bases, name) if name == "gpt_oss" else bases / name / "nvfp4"
     write_template(base)
     policy = perturbed(with_adapter(base, AdapterSettings(rank=4), "float32", 0, CPU))

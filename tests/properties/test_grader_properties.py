@@ -1,6 +1,5 @@
 """Graders: no text crashes or stalls them, and they judge numbers by exact arithmetic."""
 
-import re
 import time
 from decimal import Decimal
 from fractions import Fraction
@@ -63,62 +62,6 @@ def test_any_two_expressions_are_equal_or_not(expected, answer):
     expressions.equal(expected, answer)
     assert expressions.equal("\\frac{1}{2}", "0.5"), "the helper doesn't survive the pair"
     assert not expressions.equal("\\frac{1}{2}", "0.6")
-
-
-whole = st.integers(-(10**9), 10**9)
-
-
-@given(number=whole, as_written=st.sampled_from(["{}", "{:,}", "{}.0", "{}.", "{}.000"]))
-@example(number=1800, as_written="{:,}")
-@pytest.mark.parametrize("form", FORMS)
-def test_a_number_is_right_however_it_is_written(form, number, as_written):
-    text = as_written.format(number)
-    for record_format, native in (("gsm8k", f"#### {text}"), ("math", f"so \\boxed{{{text}}}.")):
-        shown = native if form == "native" else f"<think>so</think><answer>{text}</answer>"
-        assert is_correct(shown, str(number), record_format, form)
-        assert not is_correct(shown, str(number + 1), record_format, form)
-        assert not is_correct(shown, str(-number or 1), record_format, form)
-
-
-digits = st.text("0123456789", min_size=1, max_size=12)
-
-
-@st.composite
-def near(draw):
-    """Two numbers that share their first or last characters; one digit is inserted, omitted or replaced."""
-    number = draw(digits)
-    at = draw(st.integers(0, len(number)))
-    put = draw(st.sampled_from(["", *"0123456789", ".", "-"]))
-    gone = draw(st.integers(0, 1))
-    other = number[:at] + put + number[at + gone :]
-    return number, other
-
-
-@given(pair=near())
-@example(pair=("18", "180"))
-@example(pair=("18", "118"))
-@example(pair=("18", "1.8"))
-@example(pair=("18", "018"))
-@example(pair=("18", "-18"))
-@example(pair=("5", ""))
-def test_a_native_number_is_right_exactly_if_it_is_equal(pair):
-    expected, other = pair
-    is_number = re.fullmatch(r"-?[0-9]*(\.[0-9]+)?\.?", other) and re.search("[0-9]", other)
-    equal = bool(is_number) and Decimal(other.rstrip(".")) == Decimal(expected)
-    if is_number or not other:
-        assert is_correct(f"\\boxed{{{other}}}", expected, "math") is equal
-        assert is_correct(f"<answer>{other}</answer>", expected, "gsm8k", "tags") is equal
-    if re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", other):
-        assert is_correct(f"#### {other}", expected, "gsm8k") is equal
-
-
-@given(expected=st.integers(0, 999), other=st.integers(0, 999), zeros=st.integers(0, 2))
-@example(expected=33, other=33, zeros=1)
-@example(expected=33, other=330, zeros=0)
-def test_an_aime_answer_is_right_exactly_if_it_is_equal(expected, other, zeros):
-    written = str(other).zfill(min(3, len(str(other)) + zeros))
-    assert is_correct(f"\\boxed{{{written}}}", str(expected), "aime") is (expected == other)
-    assert is_correct(f"\\boxed{{{expected:03d}}}", str(expected), "aime")
 
 
 fractions = st.builds(Fraction, st.integers(-60, 60), st.integers(1, 40))

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from qerl.settings.workflow import merged
-from qerl.study.data import write_study
+from qerl.study.runs import write_study
 from tests.conftest import in_nightly
 from tests.tiny import tiny_decoder, tiny_qwen2, write_sums, write_template
 from tests.unit.study.test_dose import study
@@ -229,14 +229,6 @@ def test_slurm_gives_a_run_on_two_machines_one_task_and_equally_many_gpus_on_eac
     assert not any(option.startswith(("--nodes", "--ntasks", "--gres")) for option in one)
     # A step with this resource calls the rule's command once, on the first machine, without an srun of its own.
     assert trainings["two"].resources.mpi == "srun"
-
-
-def test_prompts_are_jobs_of_the_workflow(tree, tmp_path):
-    asked = {"sizes": ["tiny"], "weights": ["nvfp4"], "ranks": [0, 4], "points": [[1, 8]]}
-    file = tmp_path / "prompts.yaml"
-    file.write_text(yaml.safe_dump({"name": "refills", "shapes": {"samples": ["committed"], "prompts": [asked]}}))
-    planned = tree.planned("--configfile", str(file), "--", "shapes_measure")
-    assert planned == {"shape_point": 2, "shapes_measure": 1}
 
 
 # A study's rules: the page of finished runs and that of committed data start no run; the whole one starts all.

@@ -21,8 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qerl.results.schema import RolloutRow
-from qerl.results.store import read_rows
+from qerl.results.schema import RolloutRow, read_rows
 from qerl.settings.data import INSTRUCTIONS
 from tests.forks import call, forget_package
 from tests.hub_layouts import cached, into_cache

@@ -2,8 +2,8 @@
 # committed, so that they can be made without a GPU; the target shapes_measure measures.
 
 
-# This rule takes one GPU and that GPU's share of the cores, so as many jobs run at a time as `gpu` says. A job continues
-# with the points that a killed one left in work/.
+# This rule takes one GPU and that GPU's share of the cores, so as many jobs run at a time as `gpu` says. A job goes on
+# with the files that a killed one left in work/.
 rule shape_point:
     output:
         directory(output_of("point")),

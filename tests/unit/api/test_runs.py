@@ -22,8 +22,7 @@ from qerl.data.sources import parse_run
 from qerl.models.loading import has_packed_delta_nets
 from qerl.report.samples import sources_in
 from qerl.results.paths import rollouts_file
-from qerl.results.schema import RolloutRow
-from qerl.results.store import read_rows
+from qerl.results.schema import RolloutRow, read_rows
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RunFile
 from tests.tiny import TEMPLATE, tiny_family, tiny_qwen2, write_template

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qerl.bench import native, peers, timing
+from qerl.bench import native, timing
 from qerl.bench.timing import Engine, Point, enough_runs, run_points
 from qerl.bench.timing import timed as time_point
 from qerl.checkpoints.shapes import PUBLISHED, SIZES
@@ -20,20 +20,17 @@ from qerl.models.policy import choose_device, weight_bytes
 from qerl.models.random import random_policy
 from qerl.report_jobs import PointJob
 from qerl.results import speeds
-from qerl.results.speeds import DecodePoint
+from qerl.results.schema import ResultError
 from qerl.rollout.engine import EngineSampler
-from qerl.settings.base import ConfigError
 from qerl.settings.models import Base
 from qerl.settings.workloads import Decoding
 from tests.families import FAMILIES
 from tests.jobs import measured, part_of
 
 SETTINGS = {"size": "tiny", "rank": 4, "kernels": "auto", "prompt": 4, "tokens": 5}
-NAMES = {"bench", "work", "ceilings", "gpu", "points", "provenance"}
+NAMES = {"bench", "work", "ceilings", "gpu", "points", "provenance", "sync_seconds"}
 PROMPTS = {"prompt_seconds", "prompt_samples"}
 POINT = {"sequences", "status", "samples", *PROMPTS, "sampler", "peak_memory_bytes", "weight_bytes"}
-#: Weights of q and o, k and v, gate, up and down in both blocks.
-PROJECTIONS = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128)
 GPU = torch.cuda.is_available()
 
 
@@ -57,8 +54,12 @@ def clock(monkeypatch):
 
     original = timing.timed
 
-    def timed(engine, *about):
-        return original(engine._replace(draw=lambda *asked: (draw(*asked), engine.draw(*asked))[1]), *about)
+    def timed(start, *about):
+        def clocked(sequences):
+            engine = start(sequences)
+            return engine._replace(draw=lambda *asked: (draw(*asked), engine.draw(*asked))[1])
+
+        return original(clocked, *about)
 
     monkeypatch.setattr(timing, "seconds", seconds)
     monkeypatch.setattr(timing, "timed", timed)
@@ -74,34 +75,21 @@ def read(out):
     return json.loads(out.read_text())
 
 
-def assert_job(result, engine, weights, sequences):
-    """The measurement succeeded and states its work."""
+@pytest.mark.parametrize(("weights", "sampler"), [("bf16", "bfloat16"), ("nf4", "nf4"), ("mxfp4", "mxfp4")])
+def test_a_job_states_its_work_and_its_point(tmp_path, weights, sampler):
+    result = measure(tmp_path / "out.json", [2], weights=weights)
+    assert set(result) == NAMES
     assert result["bench"] == "decode"
-    assert result["work"].items() >= ({"engine": engine, "weights": weights} | SETTINGS).items()
+    assert result["work"].items() >= ({"engine": "native", "weights": weights} | SETTINGS).items()
     assert (result["ceilings"] is None, result["gpu"] is None) == (not GPU, not GPU)
     assert result["provenance"]["commit"] == "test"
-    assert [point["sequences"] for point in result["points"]] == sequences
-    for point in result["points"]:
-        assert set(point) == POINT
-        assert point["status"] == "ok"
-        assert point["samples"] == [point["sequences"] / 0.25] * 3
-        assert point["prompt_seconds"] == 2.0
-        assert point["peak_memory_bytes"] > point["weight_bytes"] > 0
-
-
-@pytest.mark.parametrize(
-    ("engine", "weights", "sampler"),
-    [
-        *(("native", "bf16", "bfloat16"), ("native", "nf4", "nf4"), ("native", "mxfp4", "mxfp4")),
-        *(("transformers", "bf16", "transformers"), ("transformers", "nf4", "bitsandbytes")),
-    ],
-)
-def test_a_job_of_an_engine(tmp_path, engine, weights, sampler):
-    result = measure(tmp_path / "out.json", [2], engine, weights)
-    assert set(result) == NAMES | ({"sync_seconds"} if engine == "native" else set())
-    assert_job(result, engine, weights, [2])
-    assert len(result.get("sync_seconds", [])) == (20 if engine == "native" else 0)
-    assert sampler in result["points"][0]["sampler"]
+    assert len(result["sync_seconds"]) == 20
+    [point] = result["points"]
+    assert set(point) == POINT
+    assert (point["sequences"], point["status"]) == (2, "ok")
+    assert (point["samples"], point["prompt_seconds"]) == ([2 / 0.25] * 3, 2.0)
+    assert point["peak_memory_bytes"] > point["weight_bytes"] > 0
+    assert sampler in point["sampler"]
 
 
 def test_packed_delta_nets_are_points_of_their_own(tmp_path, monkeypatch):
@@ -176,30 +164,58 @@ def engine(_):
     return Engine(lambda prompts, count, seed: len(prompts) * count, "s", lambda: 1)
 
 
-def test_points_of_other_settings_or_machines_are_refused(tmp_path, monkeypatch):
+def measure_with(start, out, sequences=(1,)):
+    timing.measure_decoding(part_of(out, work_of(), sequences), out, nullcontext((start, {})))
+
+
+def test_parts_of_other_work_points_or_machines_are_measured_again(tmp_path):
     out = tmp_path / "out.json"
-    point = DecodePoint(sequences=1, status="ok", samples=[10.0], prompt_seconds=1.0, prompt_samples=[1.0])
-    monkeypatch.setattr(timing, "timed", lambda *_: point)
-    timing.DecodePoints(out, work_of()).run([1], lambda: engine)
-    assert timing.DecodePoints(out, work_of()).missing([1, 8]) == [8]
+
+    def left(points=(1,), **changes) -> bool:
+        job = PointJob(parts=[part_of(out, work_of(**changes), points)], out=tmp_path)
+        return bool([*timing.unmeasured(job)])
+
+    assert left()
+    measure_with(engine, out, [1, 2])
+    assert not left()
+    assert not left([2, 1])
+    assert left([1, 8])
     for name, value in {"engine": "vllm", "rank": 0, "kernels": "portable", "pack_delta_nets": True, "runs": 2}.items():
-        with pytest.raises(ConfigError, match=rf"{out} has points of {name}=.*, not {value}; delete it"):
-            timing.DecodePoints(out, work_of(**{name: value}))
+        assert left(**{name: value}), name
     result = read(out)
     result["provenance"]["machine"]["label"] = "8x another GPU"
-    for text, words in ((json.dumps(result), "another machine, 8x another GPU"), ("{}", "is not a DecodeResult: .*")):
-        out.write_text(text)
-        with pytest.raises(ConfigError, match=f"{words}; delete it"):
-            timing.DecodePoints(out, work_of())
+    out.write_text(json.dumps(result))
+    assert left()
+    out.write_text("{}")
+    with pytest.raises(ResultError, match=rf"{out} is not a DecodeResult"):
+        left()
+
+
+def test_a_killed_job_goes_on_with_the_points_that_its_file_lacks(tmp_path):
+    out, started = tmp_path / "out.json", []
+
+    def killed_at_two(sequences):
+        started.append(sequences)
+        if started == [1, 2]:
+            raise KeyboardInterrupt
+        return engine(sequences)
+
+    with pytest.raises(KeyboardInterrupt):
+        measure_with(killed_at_two, out, [1, 2, 3])
+    [first] = read(out)["points"]
+    measure_with(killed_at_two, out, [1, 2, 3])
+    assert started == [1, 2, 2, 3]
+    assert [point["sequences"] for point in read(out)["points"]] == [1, 2, 3]
+    assert read(out)["points"][0] == first
 
 
 def test_a_point_out_of_memory_is_a_row_and_the_next_is_measured(tmp_path, monkeypatch):
     """The native engine raises a sentence of its own from the error; what the point held is given back."""
-    out, held, measured = tmp_path / "out.json", [], native.engine_of
+    out, held = tmp_path / "out.json", []
 
-    def scarce(policy, work, sequences):
+    def scarce(policy, settings, sequences, others):
         if sequences == 1:
-            return measured(policy, work, sequences)
+            return EngineSampler(policy, settings, sequences, others)
         tensor = torch.zeros(8)
         held.append(weakref.ref(tensor))
         try:
@@ -209,13 +225,9 @@ def test_a_point_out_of_memory_is_a_row_and_the_next_is_measured(tmp_path, monke
                 raise
             raise RuntimeError("lower max_tokens") from error
 
-    monkeypatch.setattr(native, "engine_of", scarce)
+    monkeypatch.setattr(native, "EngineSampler", scarce)
     last, *failed = measure(out, [3, 2, 1])["points"]
-    assert [(point["sequences"], point["status"], point["samples"]) for point in failed] == [
-        (2, "out of memory", []),
-        (3, "out of memory", []),
-    ]
-    assert all(set(point) == POINT for point in failed)
+    assert failed == [{"sequences": count, "status": "out of memory"} for count in (2, 3)]
     assert (last["sequences"], last["status"], len(last["samples"])) == (1, "ok", 3)
     assert [reference() for reference in held] == [None, None]
 
@@ -230,8 +242,8 @@ def test_sequences_that_would_wait_for_each_other_are_a_row_and_another_error_is
         return engine(sequences)
 
     with nullcontext() if status else pytest.raises(ZeroDivisionError):
-        timing.DecodePoints(out, work_of()).run([3], lambda: start)
-    assert [point["status"] for point in read(out)["points"]] == [status] * bool(status)
+        measure_with(start, out, [3])
+    assert not status or [point["status"] for point in read(out)["points"]] == [status]
 
 
 def test_the_warm_up_of_a_long_run_is_short_and_has_room_for_all_its_tokens(clock, tmp_path, monkeypatch):
@@ -247,20 +259,6 @@ def test_the_warm_up_of_a_long_run_is_short_and_has_room_for_all_its_tokens(cloc
     measure(tmp_path / "out.json", [2])
     whole = SETTINGS["tokens"] + 1
     assert asked == [(whole, ((4,), (4,))), *[(1, None), (whole, None)] * 3]
-
-
-def test_weights_of_transformers_are_in_the_format_that_was_asked_for():
-    cpu = torch.device("cpu")
-    dense, nf4 = (peers.random_model("tiny", weights, 0, cpu) for weights in ("bf16", "nf4"))
-    # Half a byte a weight and a float32 scale for 64, instead of two bytes.
-    saved = PROJECTIONS * 2 - PROJECTIONS // 2 - 4 * PROJECTIONS // 64
-    assert peers.weight_bytes(dense) - peers.weight_bytes(nf4) == saved
-    adapted = peers.random_model("tiny", "nf4", 4, cpu)
-    adapter = 2 * 4 * (128 + 96 + 96 + 128 + 3 * 192)
-    assert peers.weight_bytes(adapted) - peers.weight_bytes(nf4) == 2 * adapter
-    layer = adapted.model.layers[0].mlp.down_proj.base_layer.weight
-    assert layer.quant_state.quant_type == "nf4"
-    assert not layer.quant_state.nested
 
 
 def test_vllm_without_room_for_its_cache_is_a_row(tmp_path, monkeypatch):
@@ -279,7 +277,7 @@ def test_vllm_without_room_for_its_cache_is_a_row(tmp_path, monkeypatch):
 def timed(draw, sequences, prompt, tokens, size="tiny"):
     """The point of an engine that draws so. It isn't that of the fixture, whose clock a `draw` moves itself."""
     work = Decoding(engine="native", size=size, weights="bf16", rank=0, prompt=prompt, tokens=tokens)
-    return time_point(Engine(draw, "any", lambda: 1), work, sequences)
+    return time_point(lambda _: Engine(draw, "any", lambda: 1), work, sequences)
 
 
 @pytest.mark.parametrize("tokens", [100, 32000, 151936])

@@ -126,8 +126,8 @@ def test_equal_groups_mixed_lengths_and_trl_without_its_correction_are_points_of
     [
         ("decode", DECODE | {"sizes": ["9B"]}, "size '9B' is unknown"),
         ("decode", DECODE | {"engine": "vllm", "weights": ["mxfp4"]}, "vllm doesn't support mxfp4"),
-        ("decode", DECODE | {"engine": "transformers", "weights": ["nvfp4"]}, "transformers doesn't support nvfp4"),
-        ("decode", DECODE | {"engine": "transformers", "sizes": ["mistral-7b"]}, "no random bf16 weights of mistral"),
+        ("steps", TRL | {"weights": ["nvfp4"]}, "trl doesn't support nvfp4"),
+        ("steps", TRL | {"sizes": ["mistral-7b"]}, "trl has no random bf16 weights of mistral"),
         (
             "decode",
             DECODE | {"engine": "vllm", "sizes": ["mistral-7b"], "weights": ["nf4"]},

@@ -10,8 +10,8 @@ from qerl.bench import native
 from qerl.host.gpus import Seconds
 from qerl.report.speed_tables import write_shapes
 from qerl.report_jobs import ShapesJob
+from qerl.results.schema import read
 from qerl.results.speeds import SCHEMAS
-from qerl.results.store import read
 from qerl.settings.workloads import Prompting
 from tests.jobs import measured
 

@@ -7,13 +7,11 @@ from statistics import median
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from qerl.bench import native
-from qerl.bench.workloads import Lengths, MixEngine, measure, traces
-from qerl.results.schema import SampleRow
+from qerl.bench.workloads import Lengths, MixEngine, measure
+from qerl.results.schema import read
 from qerl.results.speeds import RolloutMixResult
-from qerl.results.store import read
 from qerl.rollout.eager import EagerSampler
 from qerl.rollout.engine import EngineSampler
 from qerl.settings.base import ConfigError
@@ -155,21 +153,3 @@ def test_a_trace_is_replayed(tmp_path, monkeypatch):
     for groups in drawn:
         assert [[c.token_ids for c in group] for group in groups] == [row["completions"][:2] for row in rows]
     assert result.work.trace == TRACE
-
-
-def test_a_trace_has_the_tokens_of_the_samples(tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained("tests/fixtures/gates/policy")
-    texts = [("1 2", True), ("3", False), ("4 5 6", True)]
-    rows = [sample(problem, text, ended) for problem, (text, ended) in zip("aab", texts, strict=True)]
-    first, second = traces(rows, tokenizer)
-    assert (len(first.completions), len(second.completions)) == (2, 1)
-    assert tokenizer.decode(first.prompt) == "apples"
-    assert first.completions[0][-1] == second.completions[0][-1] == tokenizer.eos_token_id
-    assert tokenizer.decode(first.completions[0][:-1]) == "1 2"
-    assert tokenizer.decode(first.completions[1]) == "3"
-
-
-def sample(problem: str, completion: str, finished: bool) -> SampleRow:
-    values = {"dataset": "d", "harness": "lm-eval", "problem": problem, "repeat": 0, "prompt": "apples"}
-    values |= {"completion": completion, "extracted": None, "gold": "1", "correct": 0, "agrees": True, "tokens": 1}
-    return SampleRow.model_validate(values | {"finished": finished})

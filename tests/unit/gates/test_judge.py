@@ -15,7 +15,9 @@ from typer.testing import CliRunner
 from qerl.cli import commands as cli
 from qerl.gates.compare import (
     COLUMNS,
+    Baseline,
     Gate,
+    GateMeasurements,
     accept,
     collect,
     find_baseline,
@@ -28,8 +30,7 @@ from qerl.gates.compare import (
 )
 from qerl.gates.measure import ANSWERS, VECTORS, measure_numerics
 from qerl.report_jobs import NumericsJob, workload_key
-from qerl.results.schema import Baseline, GateMeasurements, Machine
-from qerl.results.store import ResultError
+from qerl.results.schema import Machine, ResultError
 from qerl.settings.base import ConfigError, parse, read_yaml
 from qerl.settings.workflow import Config
 from qerl.workflow.plan import plan

@@ -69,13 +69,8 @@ def test_versions_take_turns_and_the_fastest_repeat_of_each_turn_counts(tmp_path
 
 @pytest.mark.slow
 def test_a_process_of_its_own_samples_and_trains(tmp_path, monkeypatch):
-    text = measure.WORKER.read_text()
-    sizes = '"prompts": 8, "group_size": 8, "sampling": {"max_tokens": 56}'
-    small = {sizes: '"prompts": 2, "group_size": 2, "sampling": {"max_tokens": 8}', "ROLLOUTS = 9": "ROLLOUTS = 3"}
-    for old, new in small.items():
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    (tmp_path / "worker.py").write_text(text)
-    monkeypatch.setattr(measure, "WORKER", tmp_path / "worker.py")
+    small = {"rollout": {"prompts": 2, "group_size": 2, "sampling": {"max_tokens": 8}}}
+    monkeypatch.setattr(measure, "TRAINING", measure.TRAINING | small)
+    monkeypatch.setattr(measure, "ROLLOUTS", 3)
     with measure.started(PACKAGE.parent, "c" * 40, POLICY, tmp_path / "work") as ask:
         assert [len(ask(name)) for name in measure.WORKLOADS] == [2, 2]

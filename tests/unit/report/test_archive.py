@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from qerl.report.archive import CRATE, verify, write_archive
-from qerl.results.store import ResultError
+from qerl.results.schema import ResultError
 from tests.synthetic_results import listing, write_table, write_tree
 
 TABLES = ("accuracy", "quantization", "memory_speed", "throughput")

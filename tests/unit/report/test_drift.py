@@ -8,10 +8,10 @@ import pytest
 from scipy import stats
 
 from qerl.report.tables import change, drift, slope_per_step, verdict
+from qerl.results.schema import ResultError
 from qerl.results.statistics import ENDS, Interval
-from qerl.results.store import ResultError
 from qerl.settings.base import ConfigError, read_yaml
-from qerl.study.data import read_study
+from qerl.study.runs import read_study
 from qerl.workflow.plan import plan_from
 from tests.synthetic_results import NO_METRICS, write_run, write_table
 

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from qerl.report.format import fitting, gpu_label, page, print_summary, rich_table
-from qerl.results.store import ResultError
+from qerl.results.schema import ResultError
 from tests.synthetic_results import answers, write_evaluation, write_run, write_table
 from tests.unit.report.html import tables_of
 

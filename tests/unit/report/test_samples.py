@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 
 from qerl.cli import commands as cli
 from qerl.report.samples import PageSizeError, make_page, sources_in
-from qerl.results.schema import RolloutRow, SampleRow
-from qerl.results.store import ResultError, write_rows
+from qerl.results.schema import ResultError, RolloutRow, SampleRow, write_rows
 from tests.browser import browser, needs_browser
 from tests.pages import parts_of
 from tests.synthetic_results import answers, write_evaluation, write_run

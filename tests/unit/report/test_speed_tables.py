@@ -9,8 +9,8 @@ import pytest
 
 from qerl.report import speed_tables
 from qerl.report_jobs import ShapesJob
+from qerl.results.schema import ResultError
 from qerl.results.speeds import byte_parts, load
-from qerl.results.store import ResultError
 from qerl.settings.models import Base
 from tests.synthetic_results import (
     CEILINGS,

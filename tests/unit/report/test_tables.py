@@ -7,8 +7,8 @@ import pytest
 from qerl.report import tables
 from qerl.report.format import by_dataset, present
 from qerl.results.readers import StoredResults
+from qerl.results.schema import ResultError
 from qerl.results.speeds import load
-from qerl.results.store import ResultError
 from tests.synthetic_results import (
     NO_METRICS,
     rollout_point,

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from qerl.gates import compare
 from qerl.results import schema
+from qerl.results.schema import ResultError, read, read_rows
 from qerl.results.speeds import SCHEMAS, TraceRow
-from qerl.results.store import ResultError, read, read_rows
-from qerl.study.data import read_study
+from qerl.study.runs import read_study
 from tests.gpu.time_products import ProductsResult
 
 REFERENCE = Path(__file__).parents[3] / "results" / "reference"
@@ -26,8 +27,8 @@ FILES = sorted(file for file in REFERENCE.rglob("*") if file.is_file())
 STORED = [file for file in FILES if file.suffix in (".json", ".jsonl")]
 #: Schemas by the name of a file, or else by a key that only they have.
 NAMED = {"run.json": schema.RunResult, "report.json": schema.QuantizationReport, "pretrain.json": schema.PretrainReport}
-NAMED |= {"measured.json": schema.GateMeasurements}
-NAMED |= {"numerics.json": schema.NumericsResult, "speed.json": schema.SpeedResult}
+NAMED |= {"measured.json": compare.GateMeasurements}
+NAMED |= {"numerics.json": compare.NumericsResult, "speed.json": compare.SpeedResult}
 NAMED |= {"metrics.jsonl": schema.StepMetrics, "samples.jsonl": schema.SampleRow, "outcomes.jsonl": schema.OutcomeRow}
 KEYS = {"stored": schema.StoredPolicyResult, "adapter": schema.OwnEvaluationResult, "tasks": schema.EvaluationResult}
 KEYS |= {"gates": schema.VerdictResult, "arms": schema.DoseReport}

@@ -12,8 +12,7 @@ from transformers import AutoTokenizer
 from qerl.data.prompts import reply_text
 from qerl.data.records import DataError
 from qerl.host.imports import check_environment
-from qerl.results.schema import RolloutRow
-from qerl.results.store import read_rows
+from qerl.results.schema import RolloutRow, read_rows
 from qerl.rl import environments
 from qerl.rl.environments import Turn
 from qerl.rollout.engine import EngineSampler

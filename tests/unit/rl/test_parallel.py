@@ -23,8 +23,7 @@ from qerl.cli import commands as cli
 from qerl.jobs import KilledError
 from qerl.models.policy import choose_device
 from qerl.models.quantize import quantize_checkpoint
-from qerl.results.schema import RolloutRow, StoredCompletion
-from qerl.results.store import read_rows
+from qerl.results.schema import RolloutRow, StoredCompletion, read_rows
 from qerl.rl.parallel import Processes, start_processes
 from qerl.rl.train import Trainer, train_run
 from qerl.settings.base import ConfigError, parse

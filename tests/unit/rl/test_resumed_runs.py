@@ -10,8 +10,7 @@ import torch
 
 from qerl.host.process import Interrupted, announced, interruptible
 from qerl.results.paths import rollouts_file
-from qerl.results.schema import RolloutRow
-from qerl.results.store import read_rows
+from qerl.results.schema import RolloutRow, read_rows
 from qerl.rl.checkpoint import Checkpoints, ResumeError
 from qerl.rl.rewards import reward_parts
 from qerl.rl.update import Choices

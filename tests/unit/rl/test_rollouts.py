@@ -11,8 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from qerl.data.prompts import prompt_ids
-from qerl.results.schema import RolloutRow
-from qerl.results.store import read_rows
+from qerl.results.schema import RolloutRow, read_rows
 from qerl.rl.parallel import start_processes
 from qerl.rl.rollouts import ExpectedLengths, WaitingGroups, problem_index, shares, token_texts
 from qerl.rl.train import make_policy, make_trainer

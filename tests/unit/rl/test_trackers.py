@@ -21,8 +21,7 @@ from tensorboard.plugin_util import markdown_to_safe_html
 from qerl.host.imports import check_libraries
 from qerl.host.provenance import decides
 from qerl.results.paths import ROLLOUTS, rollouts_file
-from qerl.results.schema import RolloutRow, StepMetrics, StoredCompletion
-from qerl.results.store import write_rows
+from qerl.results.schema import RolloutRow, StepMetrics, StoredCompletion, write_rows
 from qerl.rl.parallel import Processes
 from qerl.rl.train import Trainer, _trackers, train_run
 from qerl.settings.base import ConfigError, parse

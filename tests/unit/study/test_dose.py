@@ -9,10 +9,8 @@ import pandas as pd
 import pytest
 
 from qerl.report_jobs import PageJob
-from qerl.results.schema import Dose, DoseReport, Machine, Provenance
+from qerl.results.schema import Dose, DoseReport, Machine, Provenance, ResultError, write
 from qerl.results.statistics import Interval
-from qerl.results.store import ResultError, write
-from qerl.study.data import METRICS, OUTCOMES, RUNS, STEPS, Study, StudyHeader, write_study
 from qerl.study.dose import (
     DISCOVERY,
     FIRST,
@@ -25,6 +23,7 @@ from qerl.study.dose import (
     secondary_table,
     write_page,
 )
+from qerl.study.runs import METRICS, OUTCOMES, RUNS, STEPS, Study, StudyHeader, write_study
 from tests.conftest import in_nightly
 from tests.recompute_dose import estimates
 

@@ -11,8 +11,7 @@ from qerl.jobs import CohortJob, TrainJob
 from qerl.memory_model import runs_that_fit
 from qerl.models.random import random_config
 from qerl.results.paths import VERSION
-from qerl.results.schema import OK, RunResult
-from qerl.results.store import read
+from qerl.results.schema import OK, RunResult, read
 from qerl.rl.cohort import store
 from qerl.rl.train import Trainer
 from qerl.settings.base import ConfigError, parse

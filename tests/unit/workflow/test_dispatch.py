@@ -27,7 +27,7 @@ FOR_PEOPLE = (
     "qerl.rl.shares",  # runs by hand are shared out over GPUs, and those of a workflow are jobs
 )
 #: Loaded by a name or a path in a text, which no graph of imports has.
-BY_NAME = {"qerl.gates.measure": "qerl.gates.worker", "qerl.rl.train": "qerl.rollout.vllm_worker"}
+BY_NAME = {"qerl.rl.train": "qerl.rollout.vllm_worker"}
 
 
 @pytest.fixture(scope="module")

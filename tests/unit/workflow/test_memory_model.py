@@ -27,9 +27,8 @@ from qerl.models.experts import AdaptedExperts, GroupedAdapters
 from qerl.models.policy import with_adapter
 from qerl.models.quantize import quantize_checkpoint
 from qerl.models.structure import empty_model
-from qerl.results.schema import OK
+from qerl.results.schema import OK, read
 from qerl.results.speeds import GrpoStepResult
-from qerl.results.store import read
 from qerl.rl.passes import saved_for_backward
 from qerl.rollout.decoder import Decoder
 from qerl.settings.run import AdapterSettings, NativeSettings

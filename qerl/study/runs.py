@@ -28,11 +28,13 @@ from qerl.results.schema import (
     OutcomeRow,
     PretrainReport,
     Provenance,
+    ResultError,
     StepMetrics,
     Stored,
+    read,
+    read_rows,
 )
 from qerl.results.statistics import Differences, pass_at_k
-from qerl.results.store import ResultError, read, read_rows
 
 # Schemas of a study's Parquet files: one row per run, per step, and per problem of an evaluation.
 

@@ -10,10 +10,18 @@ import pyarrow.parquet as pq
 import pytest
 
 from qerl.report_jobs import GatherJob
-from qerl.results.schema import EvaluationResult, Machine, OutcomeRow, Provenance, TaskScore
-from qerl.results.store import ResultError, write, write_rows
+from qerl.results.schema import (
+    EvaluationResult,
+    Machine,
+    OutcomeRow,
+    Provenance,
+    ResultError,
+    TaskScore,
+    write,
+    write_rows,
+)
 from qerl.settings.run import RunSettings
-from qerl.study.data import (
+from qerl.study.runs import (
     differences,
     gather_study,
     gathered,
