@@ -227,7 +227,7 @@ def check(path: str, key: str) -> None:
 
 def check_environment(path: str, arguments: Mapping[str, Any]) -> None:
     """Raise `ConfigError` unless an environment's class can be imported, takes the arguments and has the methods."""
-    made = load(path)
+    made = load(path, "environment.name")
     if lacking := [name for name in ("reset", "step") if not callable(getattr(made, name, None))]:
         raise ConfigError(
             f"environment.name {path} has no method {lacking[0]}; name a class with `reset(self, problem)` and "

@@ -222,7 +222,8 @@ def _meant(
         return f"; a key with dots is written so: {name.replace('.', ': {')}: ...{'}' * name.count('.')}"
     meant = [f"{above}.{one}".removeprefix(".") for one in difflib.get_close_matches(name, known, 1)]
     if not difflib.get_close_matches(name, known, 1, cutoff=_SLIP):
-        meant = _elsewhere(name, above, owner, settings) or meant
+        # Another member of a union may have the very key.
+        meant = [one for one in _elsewhere(name, above, owner, settings) if one != _dotted(key)] or meant
     if meant:
         return f"; did you mean {' or '.join(f'`{written(one)}`' for one in meant)}?"
     return f"; the keys here are {', '.join(known[:20])} (config/README.md has every key)" if known else ""

@@ -224,6 +224,8 @@ def test_a_prompt_that_a_reset_makes_longer_than_the_context_is_refused(checkpoi
 
 
 def test_an_environment_that_cannot_work_is_refused_before_any_work(tmp_path, checkpoints):
+    with pytest.raises(ConfigError, match=r"environment\.name .*: module .* has no function Trun"):
+        check_environment("qerl.rl.environments:Trun", {})
     with pytest.raises(ConfigError, match="Turn has no method reset"):
         check_environment("qerl.rl.environments:Turn", {})
     with pytest.raises(ConfigError, match=r"environment\.arguments don't fit .*Sums\(most=9, wait=0\.0\): .*'least'"):

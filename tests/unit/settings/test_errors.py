@@ -36,6 +36,11 @@ def sentence_of(call) -> str:
         (RunSettings, "dataset: d", "`model` is missing"),
         (RunSettings, "modle: m", "unknown key `modle`; did you mean `model`?"),
         (RunSettings, "adapter: {rnk: 8}", "unknown key `adapter.rnk`; did you mean `adapter.rank`?"),
+        (
+            RunFile,
+            "dataset: {format: math, origin: {source: hub, path: a.jsonl, repo: a/b}}",
+            "unknown key `dataset.origin.path`; the keys here are source, repo",
+        ),
         (RunSettings, "reward: {x: 1}", "unknown key `reward.x`; the keys here are preset, correct, format, functions"),
         (RunSettings, "loss: {name: cispo}", "loss.name=cispo needs loss.ratio_cap"),
         (RunSettings, "loss: {name: dr_grpo}\nreward: {aggregation: normalize_then_sum}", "scales rewards by groups"),
