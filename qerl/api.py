@@ -59,7 +59,7 @@ from qerl.results.schema import (
     read,
     read_rows,
 )
-from qerl.settings.base import SEEDS, ConfigError, PathLike, check_count, parse, path_argument
+from qerl.settings.base import SEEDS, ConfigError, PathLike, check_count, check_unicode, parse, path_argument
 from qerl.settings.data import AnswerForm, DatasetSettings
 from qerl.settings.models import FORMATS, Base, MergedFormat, PackedFormat
 from qerl.settings.run import EngineSettings, RunFile, SamplingSettings
@@ -249,6 +249,8 @@ def sample(
     for prompt in texts:
         if not isinstance(prompt, str):
             raise ConfigError(f"a prompt must be a string, the text of one user's message, not {prompt!r}")
+        check_unicode(prompt, "a prompt")
+    check_unicode(instruction or "", "instruction")
     check_count(count, "count")
     settings = parse(SamplingSettings, sampling, "sampling")
     check_count(seed, "seed", 0, SEEDS)
@@ -356,6 +358,7 @@ def evaluate(
     if not isinstance(policy, (str, Path)):
         _check_policy(policy)
     folder = path_argument(out, "out")
+    check_unicode(instruction or "", "instruction")
     given = {"instruction": instruction, "answer": answer, "thinking": thinking, "date": date, "units": units}
     form: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     if isinstance(task, str):

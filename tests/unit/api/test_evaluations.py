@@ -96,6 +96,11 @@ def sample(prompts, count=1, **options):
         (sample([[{"role": "user", "content": "Two?"}]]), "text of one user's message, not .*'role': 'user'"),
         (sample(["Two?", None]), "must be a string.* not None"),
         *((sample(["Two?"], n), f"`count` must be a whole number above 0, not {n!r}") for n in (0, "4", 2.5, True)),
+        (sample(["Tw\ud800?"]), "a prompt has half of a surrogate pair at character 2, which is no character"),
+        (
+            lambda policy, out: qerl.evaluate(policy, ROWS, out, instruction="\ud800"),
+            "instruction has half of a surrogate",
+        ),
         *((sample(prompts), "prompts must be a list of strings") for prompts in (None, "a")),
         (sample(["a"], max_token=5), "unknown key `max_token`"),
         (sample(["a"], seed=-1), "`seed` must be a whole number from 0 to 4294967295, not -1"),
