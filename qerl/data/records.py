@@ -366,8 +366,8 @@ def distinct(splits: Mapping[Split, Sequence[Row]], record_format: RecordFormat)
             log.info("split %s: dropped %d records that repeat a question", split, repeated)
         if unlike:
             log.warning(
-                "split %s: %d of these questions were repeated with other columns, of which the first record's stay; "
-                "have them differ in `prompt`: %s",
+                "split %s: %d of these questions were repeated with other columns. The first record of each stays; to "
+                "keep all of them, have their `prompt` differ: %s",
                 *(split, len(unlike), "; ".join(unlike[:_NAMED])),
             )
         if held_out:

@@ -82,8 +82,8 @@ def measure_doses(job: DoseJob) -> None:
 class Assay:
     """Completions of a policy at temperature 1, on which others are compared with it.
 
-    The one task of `settings` names the split of the prepared problems in `data`, of which the first `most` are asked
-    as in training. `settings` gives the number and length of completions, too.
+    The one task of `settings` names a split of the prepared problems in `data`. Its first `most` problems are asked as
+    in training, and `settings` gives the number and length of completions.
     """
 
     def __init__(self, policy: Policy, data: Path, settings: EvaluationSettings, most: int | None = None) -> None:

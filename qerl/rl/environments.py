@@ -224,7 +224,7 @@ class Conversations:
         self._outcomes.put((key, outcome))
 
     def _ended(self, wait: float) -> list[tuple[tuple[int, int], Any]]:
-        """What work has given that has ended, for the first of which this waits up to `wait` seconds.
+        """The outcomes of work that has ended. If none has, this waits up to `wait` seconds for the first.
 
         Raises what an environment raised, and ConfigError where one exceeds its limit of time or ends the process.
         """

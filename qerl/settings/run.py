@@ -332,7 +332,7 @@ class NoiseSettings(Settings):
     @model_validator(mode="before")
     @classmethod
     def _of_earlier_results(cls, values: Any) -> Any:
-        # Stored results have two keys that there were: noise of each completion, and schedules without noise.
+        # Stored results have the defaults of two keys that were removed.
         if isinstance(values, dict) and (values.get("per"), values.get("placebo")) == ("step", False):
             values = {key: value for key, value in values.items() if key not in ("per", "placebo")}
         return values
