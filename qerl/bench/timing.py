@@ -17,7 +17,6 @@ import torch
 from qerl.checkpoints.shapes import prompt_id_range, vocabulary
 from qerl.host.console import log, track
 from qerl.host.gpus import free_memory, peak_memory_bytes, reset_peak_memory, seconds
-from qerl.host.provenance import machine
 from qerl.models.policy import choose_device
 from qerl.report_jobs import PointJob
 from qerl.results.schema import NO_MEMORY, OK, Provenance, read, write
@@ -188,12 +187,13 @@ def unmeasured(job: PointJob[W, P]) -> Iterator[PointPart[W, P]]:
 
 
 def measured_here(part: PointPart[Any, Any], out: Path) -> Measurement | None:
-    """The file of a part, if it is of the same work on this machine."""
+    """The file of a part, if this code measured the same work on this machine."""
     if not out.exists():
         return None
     stored: Measurement = read(SCHEMAS[part.work.bench], out)
-    here = stored.provenance.machine.label == machine()["label"]
-    return stored if here and stored.work == part.work else None
+    made, now = stored.provenance, Provenance.of_now()
+    alike = (made.machine.label, made.files) == (now.machine.label, now.files) and stored.work == part.work
+    return stored if alike else None
 
 
 # Points of decode speed: timing and the result file, shared by all engines of `qerl.bench`.

@@ -168,7 +168,7 @@ def measure_with(start, out, sequences=(1,)):
     timing.measure_decoding(part_of(out, work_of(), sequences), out, nullcontext((start, {})))
 
 
-def test_parts_of_other_work_points_or_machines_are_measured_again(tmp_path):
+def test_parts_of_other_work_points_code_or_machines_are_measured_again(tmp_path):
     out = tmp_path / "out.json"
 
     def left(points=(1,), **changes) -> bool:
@@ -182,10 +182,13 @@ def test_parts_of_other_work_points_or_machines_are_measured_again(tmp_path):
     assert left([1, 8])
     for name, value in {"engine": "vllm", "rank": 0, "kernels": "portable", "pack_delta_nets": True, "runs": 2}.items():
         assert left(**{name: value}), name
-    result = read(out)
-    result["provenance"]["machine"]["label"] = "8x another GPU"
-    out.write_text(json.dumps(result))
-    assert left()
+    for changes in ({"machine": read(out)["provenance"]["machine"] | {"label": "8x another GPU"}}, {"files": "0" * 12}):
+        result = read(out)
+        stored = json.dumps(result | {"provenance": result["provenance"] | changes})
+        (tmp_path / "other.json").write_text(stored)
+        assert bool(
+            [*timing.unmeasured(PointJob(parts=[part_of(tmp_path / "other.json", work_of(), (1,))], out=tmp_path))]
+        )
     out.write_text("{}")
     with pytest.raises(ResultError, match=rf"{out} is not a DecodeResult"):
         left()
