@@ -712,12 +712,8 @@ class EngineSampler:
                 f"after {most}; {remedy}"
             )
         alone, most_pages = pages_for(longest, sequences)
-        if (pool := self._pool) is not None:
-            state = pool.state
-            fits = state.tokens.shape[1] >= tokens and state.pages.shape[1] >= alone - 2
-            enough = (state.count >= sequences or self._few_slots) and (self._bounded or pool.pages.count >= most_pages)
-            if not (fits and enough):
-                self.release()
+        if self._pool and not self._suffices(self._pool, alone, most_pages, tokens, sequences):
+            self.release()
         self._pool = self._pool or self._new_pool(alone, most_pages, tokens, sequences)
         if self._pool.pages.count < alone:
             if self.settings.kv_cache_gib is None:
@@ -727,6 +723,13 @@ class EngineSampler:
                 f"{self._pool.pages.count}; lower max_tokens or raise native.kv_cache_gib"
             )
         return self._pool
+
+    # A function of its own, so that no local variable keeps the old pool in memory while the new one is made.
+    def _suffices(self, pool: Pool, alone: int, most_pages: int, tokens: int, sequences: int) -> bool:
+        state = pool.state
+        fits = state.tokens.shape[1] >= tokens and state.pages.shape[1] >= alone - 2
+        enough = state.count >= sequences or self._few_slots
+        return fits and enough and (self._bounded or pool.pages.count >= most_pages)
 
     def _new_pool(self, alone: int, most_pages: int, max_tokens: int, sequences: int) -> Pool:
         decoder, heads = self._decoder, self._decoder.heads

@@ -287,6 +287,21 @@ def test_cache_and_weights_are_free_as_soon_as_nothing_uses_them(policy):
         gc.enable()
 
 
+def test_a_cache_that_is_too_small_is_free_before_the_next_one_is_sized(policy, monkeypatch):
+    """Both were in memory at once, so that four runs of 32B with a cache of 30 GiB had no room in 80 GB."""
+    sampler = sampler_of(policy)
+    sampler.generate(PROMPTS[:1], SamplingParams(max_tokens=5))
+    cache, left, size = weakref.ref(sampler._pool), [], EngineSampler._cache_bytes
+    monkeypatch.setattr(EngineSampler, "_cache_bytes", lambda self: left.append(cache()) or size(self))
+    gc.collect()
+    gc.disable()
+    try:
+        sampler.generate(PROMPTS, SamplingParams(max_tokens=70))
+    finally:
+        gc.enable()
+    assert left == [None]
+
+
 def test_an_interrupted_rollout_leaves_a_working_sampler(policy, monkeypatch):
     sampler, params = sampler_of(policy), SamplingParams(max_tokens=20, seed=1)
     expected = sampler.generate(PROMPTS, params)
