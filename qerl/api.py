@@ -168,6 +168,8 @@ def _prepared(runs: list[RunFile], sources: list[Path], records: RecordFiles, lo
     jobs = list[TrainJob]()
     for one, source in zip(runs, sources, strict=True):
         locks.enter_context(alone(one.out / paths.WORK, own_lock(one.nodes)))
+        if Run(one.out).finished:  # by another process, since this one began
+            raise ConfigError(f"{one.out} was finished by another process just now; start again")
         # Machines may share the folder, and torchrun's processes do: one after the other finds what is made.
         with FileLock(one.out / paths.WORK / "parts"):
             # Before its parts the folder has the records and settings that tell whose they are.
