@@ -37,6 +37,21 @@ def packed(model, tmp_path_factory):
         return qerl.quantize(model, tmp_path_factory.mktemp("packed") / "nvfp4")
 
 
+def test_a_checkpoint_that_another_process_is_writing_is_left_to_it(model, packed, tmp_path, monkeypatch):
+    make = qerl.api.make_checkpoint
+
+    def make_while_another_starts(job):
+        monkeypatch.setattr("qerl.api.make_checkpoint", make)
+        make(job)
+        with pytest.raises(ConfigError, match=r"process \d+ on .* is at work in .*\.twice\.partial"):
+            qerl.quantize(model, tmp_path / "twice")
+
+    monkeypatch.setattr("qerl.api.make_checkpoint", make_while_another_starts)
+    made = qerl.quantize(model, tmp_path / "twice")
+    assert (made / "model.safetensors").read_bytes() == (packed / "model.safetensors").read_bytes()
+    assert [path.name for path in tmp_path.iterdir()] == ["twice"]
+
+
 def test_a_packed_checkpoint_is_trained_as_it_is(packed, values):
     run = qerl.train({**values, "model": str(packed), "weights": "nvfp4"})
     assert (run.checkpoint / "model.safetensors").resolve() == (packed / "model.safetensors").resolve()
