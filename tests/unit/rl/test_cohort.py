@@ -2,6 +2,7 @@
 
 import json
 import threading
+import weakref
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from qerl.models.policy import Policy
 from qerl.models.quantize import quantize_checkpoint
 from qerl.rl.cohort import Meeting, train_cohort
 from qerl.rl.environments import Turn
+from qerl.rl.shares import train_in_turn
 from qerl.rl.train import Trainer, train_run
+from qerl.rl.update import Updater
 from qerl.rollout import factory
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import NotFiniteError, Request, SamplingParams
@@ -114,6 +117,30 @@ def test_a_run_whose_environment_fails_leaves_and_the_others_go_on(inputs, tmp_p
     assert all(row["environment_tokens"] > 0 for row in metrics(alone))
     for found, expected in zip(metrics(jobs[1]), metrics(alone), strict=True):
         assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("side_by_side", [True, False])
+def test_what_a_failed_run_had_in_memory_is_free_for_the_others(inputs, tmp_path, monkeypatch, side_by_side):
+    update, lost, alive = Updater.update, [], []
+
+    def update_or_fail(self, step, *rest):
+        if self.settings.seed == 1 and step == 2:
+            activations = torch.zeros(8)
+            lost.extend(map(weakref.ref, (activations, self.optimizer)))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        alive.append(sum(one() is not None for one in lost))
+        return update(self, step, *rest)
+
+    monkeypatch.setattr(Updater, "update", update_or_fail)
+    jobs, failures = jobs_of(inputs, tmp_path, ("grpo", "dapo")), []
+    if side_by_side:
+        with pytest.raises(torch.OutOfMemoryError, match="grpo: the update ran out of GPU memory"):
+            train_cohort(jobs)
+    else:
+        train_in_turn([[job] for job in jobs], failures)
+        assert isinstance(failures[0], torch.OutOfMemoryError)
+    assert lost
+    assert alive == [0] * 5
 
 
 @pytest.mark.parametrize(
