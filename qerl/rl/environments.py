@@ -236,11 +236,12 @@ class Conversations:
         except Empty:
             pass
         for key, outcome in outcomes:
-            if isinstance(outcome, SystemExit):
-                raise ConfigError(
-                    f"{self._name(*key)} ended the process with code {outcome.code!r}; raise an error there"
-                ) from outcome
-            if isinstance(outcome, BaseException):
+            # Not passed on: it would end the thread that draws for several runs, for which the others wait.
+            if isinstance(outcome, BaseException) and not isinstance(outcome, Exception):
+                exits = isinstance(outcome, SystemExit)
+                did = f"ended the process with code {outcome.code!r}" if exits else f"raised {outcome!r}"
+                raise ConfigError(f"{self._name(*key)} {did}; raise an error there") from outcome
+            if isinstance(outcome, Exception):
                 outcome.add_note(f"{self._name(*key)} raised this; mend it, or what it depends on, and start again")
                 raise outcome
         limit, now, ended = self.settings.timeout, time.monotonic(), {key for key, _ in outcomes}

@@ -1,5 +1,6 @@
 """Runs side by side on one base: each does what it does alone, whatever becomes of the others."""
 
+import asyncio
 import json
 import threading
 import weakref
@@ -84,9 +85,9 @@ def test_the_engine_draws_for_all_what_it_draws_for_one(inputs, tmp_path, monkey
 
 
 class Game:
-    """Replies to each turn, or fails at the first."""
+    """Replies to each turn, or fails at the first: with a tool's error, or with that of a task that was cancelled."""
 
-    def __init__(self, fails=False):
+    def __init__(self, fails=""):
         self.fails = fails
 
     def reset(self, problem):
@@ -94,12 +95,20 @@ class Game:
 
     def step(self, text):
         if self.fails:
-            raise ConnectionError("the tool is down")
+            raise {"down": ConnectionError, "cancelled": asyncio.CancelledError}[self.fails]("the tool")
         return Turn([{"role": "tool", "content": "3"}], len(text))
 
 
-@pytest.mark.parametrize("sampler", ["eager", "engine"])
-def test_a_run_whose_environment_fails_leaves_and_the_others_go_on(inputs, tmp_path, monkeypatch, sampler):
+@pytest.mark.parametrize(
+    ("sampler", "fails", "error", "words"),
+    [
+        ("eager", "cancelled", ConfigError, r"^grpo: environment .* raised CancelledError\('the tool'\); raise"),
+        ("engine", "down", ConnectionError, r"^grpo: the tool"),
+    ],
+)
+def test_a_run_whose_environment_fails_leaves_and_the_others_go_on(
+    inputs, tmp_path, monkeypatch, sampler, fails, error, words
+):
     if sampler == "engine":
         monkeypatch.setattr(factory, "native_class", lambda *_: EngineSampler)
     monkeypatch.setattr(Policy, "stop_token_ids", [*range(2, 18)])  # of 102 tokens
@@ -109,9 +118,9 @@ def test_a_run_whose_environment_fails_leaves_and_the_others_go_on(inputs, tmp_p
         game = {"name": f"{__name__}:Game", "arguments": arguments}
         return jobs_of(inputs, tmp_path / folder, (name,), environment=game, rollout=rollout)[0]
 
-    jobs, alone = [job_of("grpo", "together", fails=True), job_of("dapo", "together")], job_of("dapo", "alone")
+    jobs, alone = [job_of("grpo", "together", fails=fails), job_of("dapo", "together")], job_of("dapo", "alone")
     train_run(alone)
-    with pytest.raises(ConnectionError, match=r"^grpo: the tool is down"):
+    with pytest.raises(error, match=words):
         train_cohort(jobs)
     assert not jobs[0].out.exists()
     assert all(row["environment_tokens"] > 0 for row in metrics(alone))
