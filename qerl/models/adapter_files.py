@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from huggingface_hub import ModelCardData
@@ -45,8 +45,6 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "rank_pattern": ({},),
     "alpha_pattern": ({},),
     "alora_invocation_tokens": (None,),
-    "layer_replication": (None,),
-    "init_lora_weights": (True, False, "gaussian"),  # others change the base's weights
 }
 
 _Rank = Annotated[int, Field(ge=1, le=2**16)]
@@ -66,6 +64,7 @@ class _Values(BaseModel, strict=True):
     layers_pattern: _Names | str = None
     modules_to_save: _Names = None
     target_parameters: _Names = None
+    init_lora_weights: bool | Literal["gaussian"] = True  # by others PEFT changes the base's weights
     # By these PEFT computes more than LoRA, or imports a module that they name.
     arrow_config: None = None
     layer_replication: None = None
