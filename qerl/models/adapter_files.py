@@ -331,7 +331,7 @@ ABOUT_ADAPTERS: dict[str, Any] = {
 
 #: How stock libraries deviate from a policy of packed experts that they don't read.
 _EXPERTS = "Stock transformers doesn't read experts that are packed so. qerl writes them unpacked, in float32."
-_NORMS = "With `dtype=torch.bfloat16`, transformers keeps norms in 16 bits, which rounds those that were trained."
+NORMS = "With `dtype=torch.bfloat16`, transformers keeps norms in 16 bits, which rounds those that were trained."
 
 
 def write_card(folder: Path, base: Base, weights: str, norms: bool, stock: StockLoading) -> None:
@@ -381,7 +381,7 @@ def code_span(text: str) -> str:
 def loading_notes(weights: str, norms: bool, stock: StockLoading) -> str:
     """What to know about a base of such weights, and about trained norms, beside `loading_code`."""
     note = _EXPERTS if stock.unpacked_by == "qerl" else "" if weights == "bf16" else FORMATS[weights].note
-    return "\n".join(filter(None, (note, _NORMS if norms else "")))
+    return "\n".join(filter(None, (note, NORMS if norms else "")))
 
 
 def loading_code(adapter: str, base: Base, stock: StockLoading) -> str:
