@@ -62,7 +62,7 @@ def norm_weights(policy: Policy) -> dict[str, Tensor]:
     return {f"{names[norm.layer, norm.role]}.weight": norm.weight.detach().float() + norm.noise for norm in active}
 
 
-# vLLM as a sampler: an engine in this process that receives adapter and norms as tensors.
+# The engine in this process.
 
 _ENVIRONMENT = {
     # The engine runs in this process, so that it receives weights as tensors.
@@ -175,9 +175,12 @@ class VllmSampler:
         return first
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
-        """See `Sampler`. Raises ValueError if `params` sets lengths or tokens of completions."""
-        if params.lengths is not None or params.replay is not None:
-            raise ValueError("this sampler supports no lengths or tokens of completions; use the native engine")
+        """See `Sampler`. Raises ValueError if `params` sets what vLLM doesn't have."""
+        if params.lengths or params.replay or params.part or params.turns:
+            raise ValueError(
+                "this sampler supports no lengths or tokens of completions, part of a batch or turns; use the native "
+                "engine"
+            )
         if not all(len(prompt) for prompt in prompts):
             raise ValueError("a prompt has no tokens; give each at least one")
         self._wake()

@@ -312,14 +312,16 @@ def test_a_cache_that_is_too_small_is_free_before_the_next_one_is_sized(policy, 
 def test_an_interrupted_rollout_leaves_a_working_sampler(policy, monkeypatch):
     sampler, params = sampler_of(policy), SamplingParams(max_tokens=20, seed=1)
     expected = sampler.generate(PROMPTS, params)
+    cache = weakref.ref(sampler._pool)
 
     def fails(self):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(engine.Scheduler, "_collect", fails)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt) as kept:
             sampler.generate(PROMPTS, params)
+    assert cache() is None, kept
     assert sampler.generate(PROMPTS, params) == expected
 
 
