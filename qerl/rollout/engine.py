@@ -376,7 +376,7 @@ class Scheduler:
             if missing <= 0:
                 continue
             if missing > pages.available:
-                self._look()  # also at those that have just started
+                self._collect()  # looks also at sequences that have just started
                 self._catch_up()  # finished sequences free their pages
             while missing > pages.available and sequence.slot in self._active:
                 if self._held:
@@ -404,17 +404,13 @@ class Scheduler:
     # --- sequences leave ---
 
     def _collect(self) -> None:
-        """Read what has arrived; a look at the present sequences is read after the next steps."""
-        self._look()
+        """Request which sequences have finished, without waiting: the result is read after the next steps."""
+        if self._active:
+            self._looks.append((dict(self._active), Download.of(self._pool.state.position[:-1])))
         while len(self._looks) > 1:
             self._see(*self._looks.popleft())
         while self._fetched and self._fetched[0][1].arrived:
             self._store(*self._fetched.popleft())
-
-    def _look(self) -> None:
-        """Request which sequences have finished, without waiting."""
-        if self._active:
-            self._looks.append((dict(self._active), Download.of(self._pool.state.position[:-1])))
 
     def _catch_up(self) -> None:
         """Wait for the device and read all downloads in flight."""

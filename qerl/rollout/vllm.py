@@ -93,8 +93,7 @@ class VllmSampler:
     """Samples with an in-process vLLM engine that starts from the policy's base checkpoint.
 
     `sync` sends adapter, norms and noise; the constructor calls it once. `kernel` names the kernel of the weights'
-    products. `weights` is the format in the engine ("nvfp4", or "nvfp4 as bfloat16" if the device has no kernel for
-    it).
+    products. `weights` is the format in the engine ("nvfp4", or "nvfp4 as bfloat16" where it has no kernel).
     Raises `ConfigError` if vLLM is missing, is an untested release, or doesn't support the weight format.
     """
 
