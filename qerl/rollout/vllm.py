@@ -62,8 +62,6 @@ def norm_weights(policy: Policy) -> dict[str, Tensor]:
     return {f"{names[norm.layer, norm.role]}.weight": norm.weight.detach().float() + norm.noise for norm in active}
 
 
-# The engine in this process.
-
 _ENVIRONMENT = {
     # The engine runs in this process, so that it receives weights as tensors.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -176,10 +174,7 @@ class VllmSampler:
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
         """See `Sampler`. Raises ValueError if `params` sets what vLLM doesn't have."""
         if params.lengths or params.replay or params.part or params.turns:
-            raise ValueError(
-                "this sampler supports no lengths or tokens of completions, part of a batch or turns; use the native "
-                "engine"
-            )
+            raise ValueError("vLLM supports no lengths or tokens of completions, parts or turns; use the native engine")
         if not all(len(prompt) for prompt in prompts):
             raise ValueError("a prompt has no tokens; give each at least one")
         self._wake()
