@@ -188,7 +188,8 @@ def threshold(logits: Tensor, run: Tensor, sampling: SamplingState) -> Tensor:
     first = torch.arange(logits.shape[1], device=logits.device) < top_k
     probs = torch.softmax((ordered * inverse).masked_fill(~first, -torch.inf), dim=-1)
     allowed = first & ((probs.cumsum(-1) - probs < top_p) | (top_p >= 1))
-    return ordered.gather(-1, allowed.sum(-1, keepdim=True) - 1)[:, 0]
+    last = (allowed.sum(-1, keepdim=True) - 1).clamp(min=0)  # of logits that are NaN, top-p keeps none
+    return ordered.gather(-1, last)[:, 0]
 
 
 def gumbel(seed: Tensor, sequence: Tensor, number: Tensor, width: int) -> Tensor:

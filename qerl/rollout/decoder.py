@@ -805,9 +805,9 @@ class Pool:
 
         Each token is a row, as a sequence is in a decode step. So replies have whatever attention steps have.
         """
-        tokens, sizes = lay_out(texts, slots, ends), PROMPT_BUCKETS if self.chunks.memory is not None else ()
+        tokens = lay_out(texts, slots, ends)
         count = tokens.shape[1]
-        bucket = next((size for size in sizes if size >= count), None)
+        bucket = None if self.chunks.memory is None else prompt_bucket(count, 1)
         padding = (bucket or count + count % 2) - count  # attention can take two rows together
         idle = np.repeat([[0], [self.state.count], [IDLE]], padding, axis=1)
         columns = upload(np.hstack([tokens, idle]), torch.int64, self.decoder.device)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from traceback import clear_frames
 from typing import TypeVar
 
 import numpy as np
@@ -375,6 +376,7 @@ class Scheduler:
             if missing <= 0:
                 continue
             if missing > pages.available:
+                self._collect()  # looks also at sequences that have just started
                 self._catch_up()  # finished sequences free their pages
             while missing > pages.available and sequence.slot in self._active:
                 if self._held:
@@ -585,7 +587,6 @@ def pages_for(longest: int, sequences: int) -> tuple[int, int]:
 PREFILL_TOKENS = 8192
 #: Share of the free memory that the cache may use if no size is set.
 FREE_SHARE = 0.6
-_TO_LOWER = "lower max_tokens or the sequences of a rollout, or raise native.kv_cache_gib"
 
 
 class EngineSampler:
@@ -666,9 +667,11 @@ class EngineSampler:
         try:
             completions = self._generate(requests)
         except BaseException as error:
+            clear_frames(error.__traceback__)  # their locals would keep the cache as long as the error is kept
             self.release()
             if isinstance(error, torch.OutOfMemoryError):
-                raise torch.OutOfMemoryError(f"the rollout ran out of GPU memory; {_TO_LOWER}") from error
+                remedy = "lower max_tokens or the sequences of a rollout, or raise native.kv_cache_gib"
+                raise torch.OutOfMemoryError(f"the rollout ran out of GPU memory; {remedy}") from error
             raise
         if self.settings.sleep or self._scarce:
             self.release()

@@ -16,8 +16,6 @@ from qerl.rollout.sampler import Completion, Sampler, SamplingParams, check_serv
 from qerl.settings.base import ConfigError
 from qerl.settings.run import EngineSettings
 
-# Sampling from a policy whose weights are sharded: each process samples from whole weights, gathered once a step.
-
 
 class ShardedSampler:
     """The sampler that `make` returns for a copy of a sharded policy with whole weights.
@@ -101,9 +99,6 @@ class ShardedSampler:
         self._dtypes |= dict.fromkeys(vectors, torch.float32)
         self._gather()
         return self._copy
-
-
-# The choice of a sampler by the settings.
 
 
 def native_class(on_gpu: bool, config: Any, weights: str | None = None) -> type[EngineSampler] | type[EagerSampler]:

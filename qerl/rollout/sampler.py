@@ -17,8 +17,6 @@ from qerl.models.structure import rope_types, structure_of
 from qerl.settings.base import ConfigError, UserError
 from qerl.settings.run import EngineSettings
 
-# The protocol of samplers, which return completions with log-probabilities of the policy that sampled them.
-
 
 class NotFiniteError(UserError):
     """Log-probabilities of completions are NaN. The message is one sentence for the user."""

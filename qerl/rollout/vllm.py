@@ -62,8 +62,6 @@ def norm_weights(policy: Policy) -> dict[str, Tensor]:
     return {f"{names[norm.layer, norm.role]}.weight": norm.weight.detach().float() + norm.noise for norm in active}
 
 
-# vLLM as a sampler: an engine in this process that receives adapter and norms as tensors.
-
 _ENVIRONMENT = {
     # The engine runs in this process, so that it receives weights as tensors.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -93,8 +91,7 @@ class VllmSampler:
     """Samples with an in-process vLLM engine that starts from the policy's base checkpoint.
 
     `sync` sends adapter, norms and noise; the constructor calls it once. `kernel` names the kernel of the weights'
-    products. `weights` is the format in the engine ("nvfp4", or "nvfp4 as bfloat16" if the device has no kernel for
-    it).
+    products. `weights` is the format in the engine ("nvfp4", or "nvfp4 as bfloat16" where it has no kernel).
     Raises `ConfigError` if vLLM is missing, is an untested release, or doesn't support the weight format.
     """
 
@@ -175,9 +172,9 @@ class VllmSampler:
         return first
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
-        """See `Sampler`. Raises ValueError if `params` sets lengths or tokens of completions."""
-        if params.lengths is not None or params.replay is not None:
-            raise ValueError("this sampler supports no lengths or tokens of completions; use the native engine")
+        """See `Sampler`. Raises ValueError if `params` sets what vLLM doesn't have."""
+        if params.lengths or params.replay or params.part or params.turns:
+            raise ValueError("vLLM supports no lengths or tokens of completions, parts or turns; use the native engine")
         if not all(len(prompt) for prompt in prompts):
             raise ValueError("a prompt has no tokens; give each at least one")
         self._wake()

@@ -532,7 +532,7 @@ def attend_whole(
     tl.store(target, result.to(out.dtype.element_ty), inside)
 
 
-# A decode step's attention in Triton; `qerl.kernels.reference` has the PyTorch version.
+# Launches of a decode step's attention.
 #
 # A head is read in two halves whose elements rotate in pairs. Where only some elements rotate, the others make up the
 # rest of both halves, and the cache has keys in this order.

@@ -10,7 +10,7 @@ from qerl.models.linear import product_class
 pytest.importorskip("triton")
 
 from qerl.kernels import reference, triton
-from qerl.kernels.triton.linear import tile_for, tiles
+from qerl.kernels.triton.linear import tiles
 
 HOPPER, OTHERS = (9, 0), ((8, 0), (8, 6), (8, 9), (10, 0), (12, 0), (12, 1))
 SHAPES = [(3584, 3584), (512, 3584), (512, 3584)]
@@ -42,12 +42,6 @@ def test_splits_fill_the_gpu_and_leave_no_block_out(tile):
         assert 1 <= splits <= blocks
         programs = splits * -(-rows_of_w // tile.n)
         assert splits == 1 or programs <= tile.programs * 132
-
-
-def test_more_rows_never_take_a_smaller_tile():
-    sizes = [tile_for(rows).m for rows in range(1, 400)]
-    assert sizes == sorted(sizes)
-    assert all(tile.m >= 8 for tile in tiles())
 
 
 def test_both_modules_of_operations_have_the_same_functions():

@@ -93,8 +93,9 @@ def test_aqn_reaches_the_sampler_of_any_format_and_never_accumulates(checkpoint,
 
 @pytest.mark.parametrize("sampler", [EagerSampler, lambda policy: EngineSampler(policy, NativeSettings())])
 @pytest.mark.parametrize(("layer", "number"), [("model.layers.1.mlp.down_proj", torch.nan), ("lm_head", torch.inf)])
-def test_logprobs_that_are_nan_are_refused(tmp_path, sampler, layer, number):
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_logprobs_that_are_nan_are_refused(tmp_path, sampler, layer, number, top_p):
     policy = load_policy(tiny_qwen2(tmp_path / "dense", tie_word_embeddings=False), None, "float32", CPU)
     policy.lm.get_submodule(layer).weight.data[..., :5] = number
     with pytest.raises(NotFiniteError, match=r"not finite.*lower optimizer\.learning_rate"):
-        sampler(policy).generate(PROMPTS, SamplingParams(max_tokens=4, count=2))
+        sampler(policy).generate(PROMPTS, SamplingParams(max_tokens=4, count=2, top_p=top_p))

@@ -199,6 +199,13 @@ def test_sequences_make_way_for_others_where_the_cache_is_short(policy, interrup
     assert tokens(short) == tokens(plenty)
 
 
+def test_a_sequence_that_its_first_token_ends_makes_way_for_others_as_it_is(policy):
+    """It had not been looked at yet, was taken off its slot, and went on behind its end."""
+    params = SamplingParams(max_tokens=40, count=2, seed=3, lengths=((40, 1),) * 4)
+    groups = sampler_of(policy, pages=9).generate([PROMPTS[2]] * 4, params)
+    assert tuple(tuple(map(len, group)) for group in tokens(groups)) == params.lengths
+
+
 def test_the_smallest_cache_serves_one_sequence_after_the_other(policy):
     params = SamplingParams(max_tokens=60, count=3, seed=3)
     assert tokens(sampler_of(policy, pages=6).generate(PROMPTS, params)) == tokens(
@@ -305,14 +312,16 @@ def test_a_cache_that_is_too_small_is_free_before_the_next_one_is_sized(policy, 
 def test_an_interrupted_rollout_leaves_a_working_sampler(policy, monkeypatch):
     sampler, params = sampler_of(policy), SamplingParams(max_tokens=20, seed=1)
     expected = sampler.generate(PROMPTS, params)
+    cache = weakref.ref(sampler._pool)
 
     def fails(self):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(engine.Scheduler, "_collect", fails)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt) as kept:
             sampler.generate(PROMPTS, params)
+    assert cache() is None, kept
     assert sampler.generate(PROMPTS, params) == expected
 
 
