@@ -84,14 +84,8 @@ class _Threads:
 
 
 _threads = _Threads()
-
-
-def _forget_threads() -> None:
-    global _threads
-    _threads = _Threads()
-
-
-os.register_at_fork(after_in_child=_forget_threads)
+# A forked process has none of these threads.
+os.register_at_fork(after_in_child=lambda: _Threads.__init__(_threads))
 
 
 @dataclass(frozen=True)

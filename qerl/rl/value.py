@@ -46,7 +46,6 @@ def gae(
     rewards, values, steps = rewards_NT.float(), values_NT.float(), mask_NT.bool()
     advantage = following = rewards.new_zeros(len(rewards))
     advantages_NT = torch.zeros_like(rewards)
-    # From the last token, after which V is 0. A truncated completion isn't bootstrapped: its reward is final.
     for t in reversed(range(rewards.shape[1])):
         delta = rewards[:, t] + gamma * following - values[:, t]
         advantage = torch.where(steps[:, t], delta + gamma * lam * advantage, advantage)

@@ -157,10 +157,6 @@ def test_what_a_failed_run_had_in_memory_is_free_for_the_others(inputs, tmp_path
     [
         ({"dtype": "bfloat16"}, "grpo and hot differ in dtype"),
         (
-            {"rollout": {**SETTINGS["rollout"], "native": {"kernels": "portable"}}},
-            "grpo and hot differ in rollout.native",
-        ),
-        (
             {"rollout": {**SETTINGS["rollout"], "native": {"kv_cache_gib": 2}}},
             "grpo and hot differ in rollout.native",
         ),

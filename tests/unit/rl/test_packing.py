@@ -91,20 +91,6 @@ def test_logprobs_entropy_and_gradients_are_those_of_padded_sequences(folder, na
     assert_same(*(torch.cat([gradient.flatten() for gradient in found.values()]) for found in (ours, theirs)))
 
 
-def test_a_prompt_is_in_the_row_once_and_the_last_token_of_a_completion_is_not():
-    drawn = samples(((3, (2, 1, 4)), (2, (2,))))
-    batch = micro_batch(drawn, [0, 1, 2, 3], CPU)
-    first, second, _, third = (s.completion.token_ids for s in (drawn[0], drawn[2], drawn[1], drawn[3]))
-    assert batch.ids.tolist() == [drawn[0].prompt + first[:-1] + second[:-1] + drawn[3].prompt + third[:-1]]
-    assert batch.positions.tolist() == [[0, 1, 2, 3, 3, 4, 5, 0, 1, 2]]
-    assert batch.packing.lengths == (3, 1, 3, 2, 1)
-    assert batch.packing.prompts == (None, 0, 0, None, 3)
-    assert batch.packing.queries_ends.tolist() == [0, 3, 4, 7, 9, 10]
-    assert batch.packing.keys_ends.tolist() == [0, 3, 7, 13, 15, 18]
-    assert batch.states_M.tolist() == [2, 3, 2, 2, 4, 5, 6, 8, 9]
-    assert batch.targets_M.tolist() == [token for s in drawn for token in s.completion.token_ids]
-
-
 def test_keys_are_gathered_and_their_gradients_added_in_float32():
     """Seven copies of a prompt's gradient of 1 + 2^-7: bfloat16 that adds one by one loses the small part."""
     packing = Packing.of([2, *[1] * 6], [None, *[0] * 6], CPU)

@@ -127,13 +127,6 @@ def test_ppo_estimates_values_and_saves_them_apart(checkpoints, tmp_path):
     torch.testing.assert_close(saved.lm(ids).logits, made.policy.lm(ids).logits)
 
 
-def test_gradients_of_ppo_accumulate_over_micro_batches(checkpoints, tmp_path):
-    whole = trainer(checkpoints, tmp_path / "a", **PPO, adapter={"rank": 4}).step(1, 0)
-    parts = trainer(checkpoints, tmp_path / "b", **PPO, adapter={"rank": 4}, micro_batch_tokens=20).step(1, 0)
-    for key in ("loss", "grad_norm", "value/loss", "value/clipped", "value/explained_variance"):
-        assert parts[key] == pytest.approx(whole[key], abs=1e-6, rel=1e-5)
-
-
 def test_an_entropy_bonus_trains_every_completion_and_keeps_the_policy_open(checkpoints, tmp_path):
     sharp, all_read = {"prompts": 2, "group_size": 4, "sampling": SHARP}, {"silent_sample": 1.0}
     rows = {
@@ -226,19 +219,20 @@ def test_dropout_in_attention_is_refused_before_a_weight_is_read(tmp_path, metho
         ("checkpoints", {"adapter": {"rank": 4, "dropout": 0.5}}),
         ("mixture", {"weights": "nvfp4", "adapter": EXPERTS}),
         ("mixture", {"weights": "mxfp4", "adapter": EXPERTS}),
+        ("checkpoints", {**PPO, "adapter": {"rank": 4}}),
     ],
-    ids=["plain", "dropout", "experts", "gpt-oss"],
+    ids=["plain", "dropout", "experts", "gpt-oss", "ppo"],
 )
 def test_gradient_accumulation_equals_the_large_batch(request, tmp_path, base, changes, again):
     """Groups are cut, and parts have the prompt again; a mask of dropout belongs to the sequence."""
-    same = {**changes, "loss": {"updates_per_rollout": 2}}
+    same = {"loss": {"updates_per_rollout": 2}, **changes}
     folder = request.getfixturevalue(base)
     whole = trainer(folder, tmp_path / "a", **same)
     parts = trainer(folder, tmp_path / "b", micro_batch_tokens=20, gradient_checkpointing=again, **same)
     expected, found = whole.step(1, 0), parts.step(1, 0)
     assert expected["grad_norm"] > 0
-    for key in ("loss", "grad_norm", "entropy", "mismatch/kl"):
-        assert found[key] == pytest.approx(expected[key], abs=1e-6, rel=1e-5)
+    for key in ("loss", "grad_norm", "entropy", "mismatch/kl", *(key for key in expected if key.startswith("value/"))):
+        assert found[key] == pytest.approx(expected[key], abs=1e-6, rel=1e-5), key
 
 
 @pytest.mark.parametrize(("base", "adapter"), [("checkpoints", {"rank": 4}), ("mixture", EXPERTS)])
