@@ -16,13 +16,11 @@ from torch import Tensor
 from qerl.checkpoints.files import (
     ADAPTER,
     ADAPTER_CONFIG,
-    CONFIG,
     INDEX,
     MODELOPT_CONFIG,
     CheckpointError,
     check_adapter,
     index_of,
-    read_config,
     read_headers,
     weight_files,
     weights_format_of,
@@ -68,9 +66,8 @@ def write_dense(source: Path, target: Path, dtype: torch.dtype) -> None:
     """Write a packed checkpoint to the folder `target`, with all weights unpacked to `dtype`."""
     _write_unpacked(source, target, dtype, lambda name, weight: weight)
     _copy_but_weights(source, target)
-    config = {key: value for key, value in read_config(source).items() if key != "quantization_config"}
     (target / MODELOPT_CONFIG).unlink(missing_ok=True)
-    (target / CONFIG).write_text(json.dumps(config, indent=1), encoding="utf-8")
+    write_config(source, target, dtype=dtype)
 
 
 def _write_unpacked(source: Path, target: Path, dtype: torch.dtype, changed: Callable[[str, Tensor], Tensor]) -> None:
@@ -221,7 +218,7 @@ def write_merged(checkpoint: Path, trained: Path, target: Path, dtype: torch.dty
         return weight.float() + scale * (lora_B @ lora_A)
 
     _write_unpacked(checkpoint, target, dtype, merged)
-    write_config(checkpoint, target)
+    write_config(checkpoint, target, dtype=dtype)
 
 
 def _pair(name: str, lora: dict[str, Tensor], rank: int, folder: Path) -> tuple[str, tuple[Tensor, Tensor]]:

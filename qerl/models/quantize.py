@@ -157,10 +157,12 @@ def write_shards(headers: dict[str, TensorInfo], target: Path, tensors_of: Calla
         (target / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def write_config(source: Path, target: Path, quantization: dict[str, Any] | None = None) -> None:
+def write_config(
+    source: Path, target: Path, quantization: dict[str, Any] | None = None, dtype: torch.dtype = DENSE
+) -> None:
     """Copy the model's files besides its weights, with the new dtype and quantization in config.json."""
     config = {key: value for key, value in read_config(source).items() if key not in _REPLACED}
-    config |= {"dtype": str(DENSE).removeprefix("torch.")}
+    config |= {"dtype": str(dtype).removeprefix("torch.")}
     config |= {} if quantization is None else {"quantization_config": quantization}
     (target / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if (source / _GENERATION).exists():
