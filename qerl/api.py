@@ -360,7 +360,7 @@ def evaluate(
     temperature 0.6, top_p 0.95, four repeats.
     """
     check_installed("eval")
-    from qerl.evals.evaluate import score_policy
+    from qerl.evals.evaluate import open_task, score_policy
 
     if not isinstance(policy, (str, Path)):
         _check_policy(policy)
@@ -379,11 +379,13 @@ def evaluate(
         form = {**form_of(policy), **form}
     with writing(folder):
         data = _problem_folder(problems, form, folder)
+    scored = task.model_dump() if task else {"harness": harness_of(read_meta(data).format)}
+    scored["dataset"] = _TASK
+    open_task(parse(TaskSettings, scored, "task"), {_TASK: data})  # before the policy is loaded
     if isinstance(policy, (str, Path)):
         policy = load(policy, dtype)
     computed = str(policy.lm.dtype).removeprefix("torch.")
-    scored = task.model_dump() if task else {"harness": harness_of(read_meta(data).format)}
-    settings = _evaluation_settings({**scored, "dataset": _TASK}, repeats, seed, computed, sampling)
+    settings = _evaluation_settings(scored, repeats, seed, computed, sampling)
     row: dict[str, Any] = {"eval": folder.name, "model": policy.tokenizer.name_or_path}
     row |= {"adapter": policy.peft is not None, "settings": settings.model_dump(mode="json")}
     with writing(folder):
@@ -418,12 +420,14 @@ def measure_dose(
         folder = Path(temporary)
         check_evaluation(problems, folder / "problems")
         data = _problem_folder(problems, {}, folder / "problems")
-        packed = quantize(model, folder / "packed", weights)
-        exact, rounded = load(model, dtype), load(packed, dtype)
         task = {"dataset": _TASK, "harness": "qerl"}
         settings = _evaluation_settings(task, completions, seed, dtype, {"max_tokens": max_tokens}, sleep=True)
         from qerl.evals.divergence import Assay
+        from qerl.evals.evaluate import open_task
 
+        open_task(settings.tasks[0], {_TASK: data}, with_answers=False)  # before the model is rounded
+        packed = quantize(model, folder / "packed", weights)
+        exact, rounded = load(model, dtype), load(packed, dtype)
         assay = Assay(exact, data, settings, count)
         return {sigma: assay.dose(rounded, sigma) for sigma in (0.0, *sigmas)}
 

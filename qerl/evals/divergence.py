@@ -88,7 +88,7 @@ class Assay:
 
     def __init__(self, policy: Policy, data: Path, settings: EvaluationSettings, most: int | None = None) -> None:
         [task] = settings.tasks
-        asked = open_task(task, {task.dataset: data})
+        asked = open_task(task, {task.dataset: data}, with_answers=False)
         self.policy = policy
         self.prompts = prompts_ids(policy.tokenizer, asked.problems[:most], asked.instruction, asked.given)
         plain = settings.sampling.model_copy(update={"temperature": 1.0, "top_p": 1.0, "top_k": 0})

@@ -157,8 +157,8 @@ def _score(
     )
 
 
-def open_task(task: TaskSettings, datasets: dict[str, Path]) -> EvaluationSet:
-    """The problems of a task. Raises `EvaluationError` if there are none, or none that its harness can score."""
+def open_task(task: TaskSettings, datasets: dict[str, Path], with_answers: bool = True) -> EvaluationSet:
+    """The problems of a task. Raises `EvaluationError` if there are none, or some that its harness can't score."""
     if task.dataset not in datasets:
         raise EvaluationError(f"evaluation.tasks names {task.dataset!r}, but no folder of that data set was given")
     folder = datasets[task.dataset]
@@ -170,7 +170,7 @@ def open_task(task: TaskSettings, datasets: dict[str, Path]) -> EvaluationSet:
             f"{folder} has no {task.split} problems to evaluate on; give a file, all of which is asked, or an origin "
             f"with a {task.split} split"
         )
-    if lacking := sum(not problem.answer for problem in problems):
+    if with_answers and (lacking := sum(not problem.answer for problem in problems)):
         raise EvaluationError(
             f"{lacking} of {len(problems)} {task.split} problems of {folder} state no answer to compare completions "
             "with; give records with `answer`, or name its column in `columns` of the data set"

@@ -7,6 +7,7 @@ import pytest
 
 import qerl
 from qerl.data.sources import parse_run, prepare
+from qerl.evals.evaluate import EvaluationError
 from qerl.settings.base import ConfigError, UserError
 from qerl.settings.workflow import TaskSettings
 from tests.unit.api.conftest import ROWS
@@ -53,6 +54,8 @@ def test_every_problem_of_a_file_is_evaluated(model, problems, tmp_path):
     assert outcome.accuracy.low <= outcome.accuracy.mean <= outcome.accuracy.high
     with pytest.raises(ConfigError, match="holds an evaluation already"):
         qerl.evaluate(policy, problems, tmp_path / "e")
+    with pytest.raises(EvaluationError, match="state no answer"):  # before the policy is looked for
+        qerl.evaluate(tmp_path / "none", [{"prompt": "Two?"}], tmp_path / "unanswered")
     given = qerl.evaluate(policy, ROWS, tmp_path / "given", repeats=2, max_tokens=4)
     assert given.samples["completion"].tolist() == outcome.samples["completion"].tolist()
 

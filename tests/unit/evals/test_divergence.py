@@ -12,6 +12,7 @@ import qerl
 from qerl.cli.commands import app
 from qerl.data.sources import local_dataset, prepare
 from qerl.evals.divergence import Assay
+from qerl.evals.evaluate import EvaluationError
 from qerl.models.policy import load_policy
 from qerl.rl.noise import standard_normal
 from qerl.settings.base import ConfigError, parse
@@ -116,5 +117,11 @@ def test_the_command_measures_rounding_and_each_sigma(tmp_path, monkeypatch):
     assert [float(row["KL of a completion"].split()[0]) for row in tables[0]] == pytest.approx(
         [doses[sigma].kl.mean for sigma in (0.0, 0.3)], rel=5e-3
     )
+    asked = qerl.measure_dose(model, [{"prompt": "2 + 2?"}], **options)[0.0]  # without an answer
+    assert (asked.problems, np.isnan(asked.kl.low)) == (1, True)
+    (tmp_path / "data").mkdir()
+    file.rename(tmp_path / "data/train.jsonl")
+    with pytest.raises(EvaluationError, match="no test problems"):  # before the model is looked for
+        qerl.measure_dose(tmp_path / "none", tmp_path / "data")
     with pytest.raises(ConfigError, match=r"sigmas=.*must be positive"):
         qerl.measure_dose(model, file, sigmas=[-1.0])

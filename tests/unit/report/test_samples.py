@@ -143,6 +143,10 @@ def test_folders_that_cannot_be_shown_are_named(results, tmp_path):
     (mine / "run.yaml").write_text("model: m\n")
     with pytest.raises(ResultError, match="mine has no samples yet: the run has not finished its first step"):
         sources_in([mine])
+    file = next(results.rglob("rollouts/*.gz"))
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(ResultError, match=rf"{file.name} is damaged .*; make it again"):
+        [list(view.problems()) for source in sources_in([results]) for view in source.views]
     shutil.copytree(results / "evaluate" / BASE, tmp_path / "other" / BASE)
     with pytest.raises(ResultError, match=f"are both named {BASE}"):
         sources_in([results, tmp_path / "other" / BASE])
