@@ -401,7 +401,7 @@ class CheckJob(Job):
         content = {
             "model": model,
             "runs": json.dumps([run.model_dump(mode="json", include=CHECKED) for run in runs]),
-            "evaluation": evaluation.model_dump_json(),
+            "evaluation": tasks and evaluation.model_dump_json(exclude=UNDECIDING_OF_ENGINE),
             "datasets": datasets,
         }
         return cls(

@@ -530,6 +530,7 @@ _REMEDIES = {
     errno.ENOSPC: "make room",
     errno.EDQUOT: "make room",
     errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
+    errno.ENAMETOOLONG: "shorten the name",
     errno.EROFS: "write to another folder",
     errno.EACCES: "set its permissions",
 }

@@ -115,13 +115,15 @@ class Jobs:
         }
 
     def input(self, kind: str, *names: str) -> dict[str, Callable[[Any], list[str]]]:
-        """Files that a rule's job reads, by what they are. The user's own are compared by content, not by time."""
+        """Files that a rule's job reads, by what they are. The user's own are compared by content, not by time, and a
+        check that is made again decides nothing.
+        """
         from snakemake.io import ancient
 
         def files(name: str, wildcards: Any) -> list[str]:
             own = {*self.plan.own_models, *self.of(kind, *wildcards).own_files}
             found = self.inputs(kind, *wildcards)[name]
-            return [ancient(str(path)) if path in own else str(path) for path in found]
+            return [ancient(str(path)) if path in own or name == "checked" else str(path) for path in found]
 
         return {name: with_signature(partial(files, name)) for name in names}
 

@@ -244,6 +244,11 @@ def test_a_full_disk_is_one_sentence_on_the_command_line(tmp_path, capsys, monke
     assert not (tmp_path / "dataset.json").exists()
 
 
+@pytest.mark.parametrize("command", [["plan"], ["sample", "model", "--prompts"], ["view"]])
+def test_a_name_that_no_file_system_takes_is_one_sentence(capsys, monkeypatch, command):
+    assert "File name too long: " in said_by(capsys, monkeypatch, *command, "x" * 300)
+
+
 def tokens():
     return Tokenizer(models.WordLevel({f"token {n}": n for n in range(1000)}, unk_token="token 0"))
 

@@ -31,6 +31,22 @@ def with_experiment(**experiment):
     return values(experiments={"e": {"base": base, **experiment}}, benches={})
 
 
+def test_what_an_evaluation_asks_makes_no_trained_run_anew(tmp_path):
+    """Snakemake compares the names of inputs, and that of a check is of its content."""
+
+    def checks(changes) -> list[list[Path]]:
+        given = with_experiment()
+        given |= {"models": {"miniature": {"source": "local", "path": str(tmp_path)}}}
+        given["evaluation"] = {**given["evaluation"], **changes}
+        jobs = Jobs(planned(given))
+        return [jobs.inputs(*call)["checked"] for kind in ("train", "evaluate") for call in jobs.calls(kind)[-1:]]
+
+    (train, score), asked = checks({}), checks({"repeats": 7})
+    assert asked[0] == train
+    assert asked[1] != score
+    assert checks({"native": {"sleep": True}}) == [train, score]
+
+
 # --- grids
 
 
