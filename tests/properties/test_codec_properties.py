@@ -9,14 +9,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from qerl.formats.codecs import (
-    PACKED_FORMATS,
-    Packed,
-    dequantize,
-    quantize,
-    read_nf4_state,
-    tensor_specs,
-)
+from qerl.formats.codecs import PACKED_FORMATS, Packed, dequantize, quantize, read_nf4_state, tensor_specs
 from qerl.settings.models import FORMATS, FormatError
 from tests.parity.test_codec_parity import assert_bits_equal
 from tests.properties.values import refused_in_one_sentence

@@ -124,10 +124,7 @@ def test_a_run_whose_environment_fails_leaves_and_the_others_go_on(inputs, tmp_p
             {"rollout": {**SETTINGS["rollout"], "native": {"kernels": "portable"}}},
             "grpo and hot differ in rollout.native",
         ),
-        (
-            {"rollout": {**SETTINGS["rollout"], "native": {"kv_cache_gib": 2}}},
-            "grpo and hot differ in rollout.native",
-        ),
+        ({"rollout": {**SETTINGS["rollout"], "native": {"kv_cache_gib": 2}}}, "grpo and hot differ in rollout.native"),
         ({"rollout": {**SETTINGS["rollout"], "engine": "vllm"}}, "need method=lora, the native engine and one process"),
         ({"method": "full", "weights": "bf16"}, "grpo and hot differ in"),
         ({"gradient_checkpointing": True}, "grpo and hot differ in gradient_checkpointing"),

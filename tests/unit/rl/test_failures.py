@@ -161,10 +161,7 @@ def test_without_on_failure_row_and_by_another_error_the_job_fails(folder):
 
 @pytest.mark.parametrize(
     ("small", "limit", "status"),
-    [
-        ("2", None, "out of memory after 2 of 4 steps"),
-        *in_nightly(("", 1e-9, "timeout of 1e-09 h after 1 of 4 steps")),
-    ],
+    [("2", None, "out of memory after 2 of 4 steps"), *in_nightly(("", 1e-9, "timeout of 1e-09 h after 1 of 4 steps"))],
 )
 def test_what_ends_one_of_several_processes_is_the_same_row(folder, forking, small, limit, status):
     if small:

@@ -14,17 +14,7 @@ from qerl.rollout.sampler import SamplingParams
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RunSettings
 from tests.tiny import edit_config, tiny_qwen2
-from tests.unit.rl.tiny_trainer import (
-    BASE,
-    CPU,
-    EXPERTS,
-    PPO,
-    SHARP,
-    packed_family,
-    trainer,
-    untimed,
-    weights,
-)
+from tests.unit.rl.tiny_trainer import BASE, CPU, EXPERTS, PPO, SHARP, packed_family, trainer, untimed, weights
 
 pytestmark = pytest.mark.usefixtures("rewarded_characters")
 
