@@ -163,26 +163,33 @@ def _prepared(runs: list[RunFile], sources: list[Path], records: RecordFiles, lo
     """The trainings of runs, with their problems and bases made from models in `sources`, within `locks`."""
     from qerl.workflow.preflight import check_runs
 
-    data: list[Stage[DataJob]] = []
-    bases: list[Stage[QuantizeJob]] = []
-    jobs = list[TrainJob]()
-    for one, source in zip(runs, sources, strict=True):
+    for one in runs:
         locks.enter_context(alone(one.out / paths.WORK, own_lock(one.nodes)))
-        # Machines may share the folder, and torchrun's processes do: one after the other finds what is made.
-        with FileLock(one.out / paths.WORK / "parts"):
+        if Run(one.out).finished:  # by another process, since this one began
+            raise ConfigError(f"{one.out} was finished by another process just now; start again")
+    # Machines may share a folder, and torchrun's processes do: one after the other finds what is made.
+    parts = [FileLock(one.out / paths.WORK / "parts") for one in runs]
+    data = list[Stage[DataJob]]()
+    for one, source, lock in zip(runs, sources, parts, strict=True):
+        with lock:
             # Before its parts the folder has the records and settings that tell whose they are.
             records.write()
             run_folder.write_settings(one)
             data_stage = run_folder.data_stage(one)
             data_stage.make(prepare_data, data)
-            # Before the base, whose quantization may take an hour.
+            data.append(data_stage)
+            # Before any base, whose quantization may take an hour.
             check_runs(source, [(data_stage.job.out, one)])
+    bases, jobs = list[Stage[QuantizeJob]](), list[TrainJob]()
+    for one, source, lock in zip(runs, sources, parts, strict=True):
+        with lock:
             base_stage = run_folder.base_stage(one, source)
             base_stage.make(make_checkpoint, bases)
+            bases.append(base_stage)
             training = run_folder.train_stage(one)
             # Training keeps its own state, so its inputs are recorded as it begins, and not once it is done.
             training.write_inputs()
-        data, bases, jobs = [*data, data_stage], [*bases, base_stage], [*jobs, training.job]
+            jobs.append(training.job)
     return jobs
 
 

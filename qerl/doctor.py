@@ -16,7 +16,7 @@ import torch
 from huggingface_hub import constants
 from transformers import PreTrainedConfig
 
-from qerl.checkpoints.files import CheckpointError, differences, read_config, read_headers, weights_format_of
+from qerl.checkpoints.files import CheckpointError, differences, read_headers, weights_format_of
 from qerl.checkpoints.shapes import SIZES, ModelShape, has_packed_experts_alone
 from qerl.data.hub import hub_unreachable
 from qerl.host.gpus import too_old, unsupported_accelerator
@@ -131,7 +131,7 @@ def candidate(model: str, weights: str | None, packed_nets: bool = False) -> Can
     folder = Path(model) if local else _config_of_hub(model)
     stored = weights_format_of(folder)
     checkpoint_structure(folder)  # before its shape, whose keys other structures lack
-    shape = ModelShape.of(read_config(folder))
+    shape = ModelShape.of((config := config_of(folder)).to_dict())
     headers = read_headers(folder) if any(folder.glob("*.safetensors")) else {}
     used = weights or (default if stored == "bf16" else stored)
     _check_nets(model, shape, used, packed_nets)
@@ -139,7 +139,7 @@ def candidate(model: str, weights: str | None, packed_nets: bool = False) -> Can
         shape.with_packed_nets(packed_nets or has_packed_delta_nets(folder)),
         used,
         None if local else model,
-        config_of(folder),
+        config,
         tuple(differences(folder, headers)),
     )
 

@@ -19,7 +19,7 @@ from huggingface_hub.utils import httpx
 from safetensors import SafetensorError, safe_open
 
 from qerl.checkpoints.files import RUN_FILE, TOKENIZER, StockLoading
-from qerl.models.adapter_files import ABOUT_ADAPTERS, CARD, Base, code_span, loading_code, loading_notes, plain
+from qerl.models.adapter_files import ABOUT_ADAPTERS, CARD, NORMS, Base, code_span, loading_code, loading_notes, plain
 from qerl.results.schema import PreparedDataset, Provenance, RunResult, TaskScore
 from qerl.results.statistics import METHOD, Interval
 from qerl.settings.base import ConfigError
@@ -131,7 +131,7 @@ def run_card(facts: RunFacts, repo: str) -> str:
     settings, title, base = facts.run.settings, repo.rpartition("/")[2], facts.base
     if settings.method == "full":
         about = _metadata(facts, title, base_model_relation="finetune", **_ABOUT_MODELS)
-        parts = {"what": "All weights of a model", "first": "", "code": _stock_code(repo), "notes": ""}
+        parts = {"what": "All weights of a model", "first": "", "code": _stock_code(repo), "notes": NORMS}
         return _card(facts, about, title=title, **parts)
     norms = settings.adapter.train_norms
     served = "For vLLM, `qerl export` writes a base that has the trained norms." if norms else ""
@@ -242,10 +242,11 @@ def _base_first(facts: RunFacts) -> str:
 
 
 def _stock_code(name: str) -> str:
-    return f"""from transformers import AutoModelForCausalLM, AutoTokenizer
+    return f"""import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained({name!r})
-model = AutoModelForCausalLM.from_pretrained({name!r}, dtype="auto").eval()"""
+model = AutoModelForCausalLM.from_pretrained({name!r}, dtype=torch.float32).eval()"""
 
 
 # The upload to the hub, by `huggingface_hub`, and what is checked before it.
@@ -292,8 +293,11 @@ class Published:
     notes: Sequence[str]
 
 
-def license_of(model: Path | str, hub: HfApi | None) -> dict[str, str]:
-    """The licence in the card of a folder or of a repository on `hub`, by the keys of metadata; empty if unknown."""
+def license_of(model: Path | str, hub: HfApi | None) -> dict[str, Any]:
+    """The licence in the card of a folder or of a repository on `hub`, by the keys of metadata; empty if unknown.
+
+    A link to a file beside that card becomes the file's address, and is left out for a folder's.
+    """
     card: CardData | None = None
     try:
         if isinstance(model, str):
@@ -303,8 +307,10 @@ def license_of(model: Path | str, hub: HfApi | None) -> dict[str, str]:
     except (httpx.HTTPError, OSError):  # no network, or a repository that isn't for everyone
         return {}
     stated = card.to_dict() if card else {}
+    if (link := stated.get("license_link")) and "://" not in link:
+        stated["license_link"] = f"https://huggingface.co/{model}/blob/main/{link}" if isinstance(model, str) else None
     keys = ("license", "license_name", "license_link") if stated.get("license") else ()
-    return {key: str(stated[key]) for key in keys if stated.get(key)}
+    return {key: stated[key] for key in keys if stated.get(key)}
 
 
 def check_private(texts: Mapping[str, str]) -> None:

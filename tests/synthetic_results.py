@@ -84,14 +84,15 @@ def write_run(
     run = "-".join([experiment, arm, *(f"{key}{value}" for key, value in varied.items()), f"seed{seed}"])
     settings = {"model": "mini", "dataset": "arithmetic", "weights": weights, "method": method, "seed": seed}
     settings |= {"noise": {"schedule": schedule}} | (base or {})
-    summary = {"steps": 40, "seconds": 80.0, "peak_memory_bytes": 5e8, "trainable_parameters": 1000}
+    steps = curve(seed, arm) if metrics is None else metrics
+    summary = {"steps": len(steps), "seconds": 80.0, "peak_memory_bytes": 5e8, "trainable_parameters": 1000}
     summary |= {"weight_bytes": 4e6, "sampler": SAMPLER, "step_seconds": {"median": 2.0, "p25": 1.9, "p75": 2.2}}
     summary |= {"rollout_tokens_per_second": 900.0, "update_tokens_per_second": 1800.0}
     value = {"run": run, "experiment": experiment, "arm": arm, "varied": {"seed": seed, **varied}}
     value |= {"settings": settings | varied, "summary": summary if status == "ok" else None, "status": status}
     path = write_json(root / "train" / run / "run.json", value | {"provenance": PROVENANCE})
     if status == "ok":
-        write_lines(path.parent / "metrics.jsonl", curve(seed, arm) if metrics is None else metrics)
+        write_lines(path.parent / "metrics.jsonl", steps)
     return path
 
 

@@ -151,7 +151,8 @@ def weights_format(quantization: object) -> str:
     if method == "mxfp4":
         return "mxfp4"
     if method == "bitsandbytes":
-        _require(quantization, {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": "uint8"})
+        stated = {"bnb_4bit_quant_storage": "uint8", **quantization}  # which older files leave out
+        _require(stated, {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": "uint8"})
         return "nf4"
     if isinstance(method, str) and method.startswith("modelopt"):
         return _modelopt(quantization)
@@ -409,7 +410,11 @@ def _own(name: str, info: TensorInfo, stored: Mapping[str, TensorInfo]) -> tuple
         scale = next((stored[key] for each in scales if (key := f"{layer}.{each}") in stored), None)
         if part in scales:
             return None
-        if part != "weight" or scale is None:
+        if part != "weight":
+            return name, info
+        if scale is None:
+            if any(other.endswith(tuple(f".{key}" for key in scales)) for other in stored):
+                raise FormatError(f"{info.shard} holds {name} in FP8 without its scale; download the checkpoint again")
             return name, info
         if scale.dtype not in ("F32", "BF16", "F16") or scale_grid(scale.shape, info.shape) is None:
             raise FormatError(
@@ -421,7 +426,7 @@ def _own(name: str, info: TensorInfo, stored: Mapping[str, TensorInfo]) -> tuple
         return f"{layer}.weight_packed", info
     if part == "weight_scale_2":
         shape = (1,) if math.prod(info.shape) == 1 else info.shape
-        return f"{layer}.weight_global_scale", replace(info, shape=shape, reading="reciprocal")
+        return f"{layer}.weight_global_scale", replace(info, dtype="F32", shape=shape, reading="reciprocal")
     if part == "weight_scale" and info.dtype == "F8_E8M0":
         return name, replace(info, dtype="U8", reading="bytes")
     return (f"{_HEAD}.weight" if name == _HEAD_OF_NEOX else name), info

@@ -114,7 +114,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelShape:
-        """The shape in the content of a config.json, which `qerl.checkpoints.files.read_config` has checked."""
+        """The shape by the values of transformers' configuration, which has what a config.json leaves out."""
         heads = config["num_attention_heads"]
         size = config.get("head_dim") or config["hidden_size"] // heads
         mixture = Mixture.of(config)
@@ -130,7 +130,7 @@ class ModelShape:
             biased=config["model_type"] in ("qwen2", "qwen2_moe") or bool(config.get("attention_bias")),
             mixture=mixture,
             nets=DeltaNets.of(config),
-            windowed=_windowed(config),
+            windowed=(config.get("layer_types") or []).count("sliding_attention"),
             window=config.get("sliding_window") or 0,
         )
 
@@ -213,14 +213,6 @@ class ModelShape:
     def attention_format(self, weights: str) -> str:
         """The format of q, k, v and o in a base of `weights`."""
         return "bf16" if self.mixture and self.mixture.biased else weights
-
-
-def _windowed(config: Mapping[str, Any]) -> int:
-    """Blocks with a sliding window. Gemma 3's first files name the number of blocks from one without to the next."""
-    if config["model_type"] == "gemma3_text" and not config.get("layer_types"):
-        layers: int = config["num_hidden_layers"]
-        return layers - layers // (config.get("sliding_window_pattern") or 6)
-    return int((config.get("layer_types") or []).count("sliding_attention"))
 
 
 # Shapes of published models as values of config.json, for benches on random weights.

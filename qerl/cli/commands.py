@@ -77,6 +77,8 @@ _ROLLOUT: SamplingSettings = SamplingSettings()
 _EVALUATION: SamplingSettings = EvaluationSettings.model_fields["sampling"].default
 _REPEATS: int = EvaluationSettings.model_fields["repeats"].default
 
+#: Folders stay text until the library reads them: as a `Path` an empty one would be the working directory.
+_PATH = "<path>"
 Model = Annotated[str, typer.Argument(help="A folder in the hub's layout, or org/name of the hub.")]
 ModelOrRun = Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="A model, or the folder of a finished run.")]
 FinishedRun = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.")]
@@ -118,7 +120,7 @@ def print_help(context: typer.Context) -> None:
 @app.command()
 def quantize(
     model: Model,
-    out: Annotated[Path, typer.Option(help="A new folder for the checkpoint and its report.json.")],
+    out: Annotated[str, typer.Option(metavar=_PATH, help="A new folder for the checkpoint and its report.json.")],
     weights: Annotated[api.PackedFormat, typer.Option(help="The 4-bit format.")] = "nvfp4",
     packed_nets: Annotated[
         bool, typer.Option("--pack-delta-nets", help="Pack the delta nets of a hybrid too, which otherwise stay bf16.")
@@ -141,7 +143,9 @@ def train(
         typer.Argument(metavar="RUN.yaml", help="Model, data and settings, see RunFile in config/README.md."),
     ],
     keys: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE over those of RUN.yaml: adapter.rank=16.")] = None,
-    out: Annotated[Path | None, typer.Option(help="A new folder for the run; replaces `out` of RUN.yaml.")] = None,
+    out: Annotated[
+        str | None, typer.Option(metavar=_PATH, help="A new folder for the run; replaces `out` of RUN.yaml.")
+    ] = None,
 ) -> None:
     """Train one run, or several side by side (`seeds`, `runs`). After a kill, the same command continues."""
     if sys.stderr.isatty():
@@ -223,7 +227,7 @@ def sample(
 @app.command(name="eval")
 def evaluate(
     model: ModelOrRun,
-    out: Annotated[Path, typer.Option(help="A new folder for result.json and samples.jsonl.")],
+    out: Annotated[str, typer.Option(metavar=_PATH, help="A new folder for result.json and samples.jsonl.")],
     problems: Annotated[
         Path | None, typer.Option(help="A file of records to score. Default: the test split of the run's data.")
     ] = None,
@@ -354,7 +358,7 @@ def _print_completion(prompt: str, completion: Drawn, as_json: bool) -> None:
 @app.command()
 def export(
     run: FinishedRun,
-    out: Annotated[Path, typer.Argument(help="A new folder: for `base` and `adapter`, or the merged checkpoint.")],
+    out: Annotated[str, typer.Argument(help="A new folder: for `base` and `adapter`, or the merged checkpoint.")],
     merged: Annotated[
         api.MergedFormat | None, typer.Option(help="Merge the adapter into one checkpoint of this format.")
     ] = None,

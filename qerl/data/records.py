@@ -241,7 +241,7 @@ def _list(value: Any) -> Any:
 def _stated_answer(record: Mapping[str, Any], solution: str | None, where: str) -> str:
     """The answer of a record of the format prompt, empty if it states none."""
     if (answer := _optional(record, "answer", where)) is not None:
-        return answer.strip()
+        return answer.rpartition("####")[2].strip()  # of a worked solution of GSM8K
     verl = record.get("reward_model")
     if isinstance(verl, Mapping) and isinstance(verl.get("ground_truth"), (str, int, float)):
         return (_optional(verl, "ground_truth", where) or "").strip()
@@ -316,14 +316,13 @@ def _entry(record: Mapping[str, Any], where: str) -> str:
 
 
 def _level(record: Mapping[str, Any], where: str) -> int | None:
-    level = record.get("level")
-    if level is None:
+    # Tables fill gaps with None, NaN or an empty text. "Level ?" marks the few ungraded problems of MATH.
+    if (level := str(record.get("level")).strip()) in ("None", "nan", "", "Level ?"):
         return None
-    number = re.search(r"(?<![0-9])[0-9]{1,9}(?![0-9])", str(level))
-    # "Level ?" marks the few ungraded problems of MATH.
-    if number is None and str(level) != "Level ?":
+    number = re.search(r"(?<![0-9.])[0-9]{1,9}(?![0-9]|\.0*[1-9])", level)
+    if number is None:
         raise DataError(f"{where} has `level` {level!r}: expected a number or `Level 3`")
-    return int(number.group()) if number else None
+    return int(number.group())
 
 
 # Removal of repeated questions: within a split, across splits, and those with contradictory answers.

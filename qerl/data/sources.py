@@ -273,7 +273,10 @@ def _table_rows(path: Path, suffix: str) -> list[Record]:
 
 
 def _csv_table(content: bytes) -> Any:
-    """The table of a CSV file with a line of names. Columns are numbers, truth values or text, not dates or times."""
+    """The table of a CSV file with a line of names. Columns are numbers, truth values or text, not dates or times.
+
+    A column is text, too, if one of its numbers has more digits than a float keeps.
+    """
     import pyarrow as pa
     from pyarrow import csv
 
@@ -281,12 +284,21 @@ def _csv_table(content: bytes) -> Any:
     table = csv.read_csv(pa.py_buffer(content), parse_options=parsing)
     if binary := [field.name for field in table.schema if pa.types.is_binary(field.type)]:
         raise ValueError(f"the column `{binary[0]}` is not in UTF-8; save the file as UTF-8")
-    # Written again, as 10:30:00, a time wouldn't be the text that it was.
-    texts = {field.name: pa.string() for field in table.schema if pa.types.is_temporal(field.type)}
-    if not texts:
-        return table
+    texts = {f.name: pa.string() for f in table.schema if pa.types.is_temporal(f.type) or pa.types.is_floating(f.type)}
     options = csv.ConvertOptions(column_types=texts)
-    return csv.read_csv(pa.py_buffer(content), parse_options=parsing, convert_options=options)
+    written = csv.read_csv(pa.py_buffer(content), parse_options=parsing, convert_options=options) if texts else table
+    for index, name in enumerate(table.column_names):
+        # Written again, as 10:30:00, a time wouldn't be the text that it was, nor would a large whole number.
+        if any(map(_is_another, table.column(index).to_pylist(), written.column(index).to_pylist())):
+            table = table.set_column(index, name, written.column(index))
+    return table
+
+
+def _is_another(value: Any, text: str) -> bool:
+    """Whether a value of a CSV file, which is a float, a date or a time, isn't what the text says."""
+    if isinstance(value, float):
+        return abs(value) >= 2**53 and Decimal(text) != Decimal(str(value))
+    return isinstance(value, (date, time))
 
 
 def _rows(table: Any, path: Path) -> list[Record]:

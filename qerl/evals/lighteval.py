@@ -61,11 +61,11 @@ def _reader(dataset: EvaluationSet) -> Callable[[str], str]:
 
 
 def task_config(dataset: EvaluationSet) -> LightevalTaskConfig:
-    """The lighteval task of a math- or aime-format data set, whose records have the fields of `Problem`."""
+    """The lighteval task of a math- or aime-format data set, whose records have question and answer."""
 
     def to_doc(record: dict[str, Any], task_name: str) -> Doc:
         query, answer = prompt_text(record["question"], dataset.instruction), record["answer"]
-        gold = answer if dataset.format == "aime" else f"ANSWER: {record['solution'] or _boxed(answer)}"
+        gold = answer if dataset.format == "aime" else f"ANSWER: {_boxed(answer)}"
         return Doc(task_name=task_name, query=query, choices=[gold], gold_index=0)
 
     return LightevalTaskConfig(
@@ -141,13 +141,9 @@ def score(policy: EvaluatedPolicy, dataset: EvaluationSet) -> list[list[GradedCo
     # It would log a warning for each completion without an answer, which the samples file already shows.
     logging.getLogger("lighteval").setLevel(logging.ERROR)
     config = stock_config(dataset.stock.task) if dataset.stock else task_config(dataset)
-    rows = (
-        dataset.stock.records
-        if dataset.stock
-        else [
-            {"question": each.question, "answer": each.answer, "solution": each.solution} for each in dataset.problems
-        ]
-    )
+    rows = [{"question": each.question, "answer": each.answer} for each in dataset.problems]
+    if dataset.stock:
+        rows = dataset.stock.records
     task = LightevalTask(config)
     # Setting the data set avoids a look-up on the hub and a cache on disk.
     task.dataset = DatasetDict({config.evaluation_splits[0]: Dataset.from_list(rows)})

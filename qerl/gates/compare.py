@@ -18,6 +18,7 @@ from qerl.report.format import page
 from qerl.report_jobs import VerdictJob
 from qerl.results import paths
 from qerl.results.schema import (
+    OK,
     Check,
     EvaluationResult,
     Machine,
@@ -33,6 +34,7 @@ from qerl.results.schema import (
     VerdictResult,
     read,
     read_rows,
+    read_steps,
     write,
 )
 from qerl.results.speeds import RolloutBenchResult
@@ -72,6 +74,8 @@ def read_gates(file: Path) -> list[Gate]:
             if gate.gate in gates:
                 raise ConfigError(f"{file} has two gates called {gate.gate!r}; rename one")
             gates[gate.gate] = gate
+    if not gates:
+        raise ConfigError(f"{file} has no gate, and without one all would pass; add rows")
     return list(gates.values())
 
 
@@ -134,7 +138,8 @@ class Baseline(Stored):
         return self.measured.provenance.commit
 
 
-# The metrics that gates judge, collected from the stored results of one configuration.
+# The metrics that gates judge, collected from the stored results of one configuration. What failed has none, so that
+# its gates fail.
 
 #: Columns of metrics.jsonl that are equal, bit for bit, in two runs of the same code on the same machine.
 GOLDEN = ("loss", "reward", "grad_norm")
@@ -147,8 +152,8 @@ def collect(key: str, files: Sequence[Path]) -> GateMeasurements:
     [speed] = [read(SpeedResult, file) for file in files if file.name == paths.SPEED]
     values, series = dict(numerics.values), dict[str, list[float]]()
     for file in files:
-        if file.name == paths.RUN:
-            run, steps = read(RunResult, file), list(read_rows(StepMetrics, file.with_name(paths.METRICS)))
+        if file.name == paths.RUN and (run := read(RunResult, file)).status == OK:
+            steps = read_steps(file, run)
             values |= _of_run(run, steps)
             series |= {f"{column}/{_name(run)}": [getattr(step, column) for step in steps] for column in GOLDEN}
     accuracies: dict[str, dict[str, float]] = {}
@@ -159,16 +164,19 @@ def collect(key: str, files: Sequence[Path]) -> GateMeasurements:
             completions[f"{paths.STORED}/{read(StoredPolicyResult, file).stored}"] = dict(map(_completion, rows))
             continue
         trained = read(EvaluationResult, file)
+        if trained.status != OK:
+            continue
         varied = ", ".join(f"{key}={value}" for key, value in trained.varied.items())
         accuracy = sum(row.correct for row in rows) / len(rows)
         accuracies.setdefault(f"accuracy/{trained.arm}", {})[varied] = accuracy
         values[f"evaluation-noise/{_name(trained)}"] = trained.noise_norm
     # Seconds per token, each paired with the seconds of bf16 or of the baseline's code that were measured next to it.
-    points = {(point.weights, point.rank): [1 / rate for rate in point.samples] for point in bench.points}
+    measured = (point for point in bench.points if point.status == OK)
+    points = {(point.weights, point.rank): [1 / rate for rate in point.samples] for point in measured}
     ratios = {
         f"{weights}-to-bf16/rank={rank}": (seconds, points["bf16", rank])
         for (weights, rank), seconds in points.items()
-        if weights != "bf16"
+        if weights != "bf16" and ("bf16", rank) in points
     }
     ratios |= {f"{workload}-to-baseline": (pairs.now, pairs.baseline) for workload, pairs in speed.samples.items()}
     return GateMeasurements(
@@ -196,9 +204,9 @@ def _of_run(run: RunResult, steps: Sequence[StepMetrics]) -> Iterator[tuple[str,
     if run.summary and run.summary.peak_memory_bytes:
         yield f"memory/{_name(run)}", run.summary.peak_memory_bytes / 1e6
     if quiet:
-        yield f"mismatch/{_name(run)}", max(quiet)
+        yield f"mismatch/{_name(run)}", float(np.max(quiet))  # NaN if one is, unlike `max`
     if noisy:
-        yield f"noise/{_name(run)}", min(noisy)
+        yield f"noise/{_name(run)}", float(np.min(noisy))
 
 
 def _completion(row: SampleRow) -> tuple[str, str]:
@@ -365,7 +373,7 @@ def _same(before: Mapping[str, str], now: Mapping[str, str], limit: float, same_
 def _golden(before: Sequence[float], now: Sequence[float], limit: float, same_versions: bool) -> dict[str, Any]:
     if not same_versions:
         early = zip(before[:EARLY_STEPS], now[:EARLY_STEPS], strict=True)
-        worst = max(abs(b - a) / max(abs(a), 1e-12) for a, b in early)
+        worst = float(np.max([abs(b - a) / max(abs(a), 1e-12) for a, b in early]))
         detail = f"another machine or other versions than the baseline's: the first {EARLY_STEPS} steps alone"
         return {"outcome": worst <= limit, "now": worst, "detail": detail}
     if len(before) != len(now):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -124,8 +125,14 @@ def peak_memory_bytes() -> int:
     return int(next(line.split()[1] for line in lines if line.startswith("VmHWM"))) * 1024
 
 
-def free_memory() -> None:
-    """Free what nothing refers to, cycles included, and return PyTorch's unused memory to the GPU."""
+def free_memory(error: BaseException | None = None) -> None:
+    """Free what nothing refers to, cycles included, and return PyTorch's unused memory to the GPU.
+
+    An `error` that is kept keeps the variables of the calls that it ended, such as a policy: these are cleared.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import socket
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -29,6 +28,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER, BY_BUS = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
 #: The least compute capability of the kernels: Ampere, the first generation with bfloat16.
 LEAST_CAPABILITY = (8, 0)
+#: The folder of the locks, the same for all users of the node: TMPDIR differs among users, and among jobs of a cluster.
+LOCKS = Path("/tmp/qerl-gpus")
 _POLL_SECONDS = 1.0
 #: The least share of a free GPU's memory that is free: a context of CUDA or a screen takes some.
 _FREE_SHARE = 0.9
@@ -161,14 +162,13 @@ def _supported() -> dict[str, Gpu]:
 
 def _take(gpus: Mapping[str, Gpu], count: int) -> dict[str, FileLock]:
     """Names of `count` free GPUs with their locks: all or none, so that none can block others."""
-    folder = Path(tempfile.gettempdir()) / "qerl-gpus"
-    if not folder.is_dir():
-        folder.mkdir(exist_ok=True)
-        folder.chmod(0o1777)
-    with FileLock(folder / "node.lock", mode=0o666):  # one process at a time looks, or each might get half of the GPUs
+    if not LOCKS.is_dir():
+        LOCKS.mkdir(exist_ok=True)
+        LOCKS.chmod(0o1777)
+    with FileLock(LOCKS / "node.lock", mode=0o666):  # one process at a time looks, or each might get half of the GPUs
         taken = dict[str, FileLock]()
         for name, gpu in gpus.items():
-            if len(taken) < count and (lock := _locked(folder / f"{gpu.uuid}.lock")):
+            if len(taken) < count and (lock := _locked(LOCKS / f"{gpu.uuid}.lock")):
                 taken[name] = lock
         if len(taken) < count:
             for lock in taken.values():

@@ -26,6 +26,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from qerl import __version__
+from qerl.host.lease import alone
 from qerl.settings.base import ConfigError
 
 # Files that are written completely or not at all, and checks for a clock that was set back.
@@ -100,16 +101,15 @@ def put(partial: Path, path: Path) -> None:
 
 
 def make_folder(target: Path, fill: Callable[[Path], object]) -> None:
-    """Let `fill` write the folder `target` unless it exists, completely or not at all."""
+    """Let `fill` write the folder `target` unless it exists, completely or not at all, by one process at a time."""
     if target.exists():
         return
     partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    with writing(target.parent):
+    with writing(target.parent), alone(partial):
+        shutil.rmtree(partial / target.name, ignore_errors=True)
         fill(partial / target.name)
         put(partial / target.name, target)
-    partial.rmdir()
+        shutil.rmtree(partial)
 
 
 def flush(path: Path) -> None:

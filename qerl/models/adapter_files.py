@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from huggingface_hub import ModelCardData
@@ -45,8 +45,6 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "rank_pattern": ({},),
     "alpha_pattern": ({},),
     "alora_invocation_tokens": (None,),
-    "layer_replication": (None,),
-    "init_lora_weights": (True, False, "gaussian"),  # others change the base's weights
 }
 
 _Rank = Annotated[int, Field(ge=1, le=2**16)]
@@ -66,6 +64,7 @@ class _Values(BaseModel, strict=True):
     layers_pattern: _Names | str = None
     modules_to_save: _Names = None
     target_parameters: _Names = None
+    init_lora_weights: bool | Literal["gaussian"] = True  # by others PEFT changes the base's weights
     # By these PEFT computes more than LoRA, or imports a module that they name.
     arrow_config: None = None
     layer_replication: None = None
@@ -332,7 +331,7 @@ ABOUT_ADAPTERS: dict[str, Any] = {
 
 #: How stock libraries deviate from a policy of packed experts that they don't read.
 _EXPERTS = "Stock transformers doesn't read experts that are packed so. qerl writes them unpacked, in float32."
-_NORMS = "With `dtype=torch.bfloat16`, transformers keeps norms in 16 bits, which rounds those that were trained."
+NORMS = "With `dtype=torch.bfloat16`, transformers keeps norms in 16 bits, which rounds those that were trained."
 
 
 def write_card(folder: Path, base: Base, weights: str, norms: bool, stock: StockLoading) -> None:
@@ -382,7 +381,7 @@ def code_span(text: str) -> str:
 def loading_notes(weights: str, norms: bool, stock: StockLoading) -> str:
     """What to know about a base of such weights, and about trained norms, beside `loading_code`."""
     note = _EXPERTS if stock.unpacked_by == "qerl" else "" if weights == "bf16" else FORMATS[weights].note
-    return "\n".join(filter(None, (note, _NORMS if norms else "")))
+    return "\n".join(filter(None, (note, NORMS if norms else "")))
 
 
 def loading_code(adapter: str, base: Base, stock: StockLoading) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -31,6 +31,8 @@ from qerl.formats.codecs import dequantize
 from qerl.host.provenance import put, writing
 from qerl.models.adapter_files import adapter_values, check_plain, read_adapter, write_adapter
 from qerl.models.loading import (
+    check_tensors,
+    config_of,
     converted,
     has_packed_delta_nets,
     load_tokenizer,
@@ -41,6 +43,7 @@ from qerl.models.loading import (
     write_tensors,
 )
 from qerl.models.quantize import DENSE, quantize_checkpoint, write_config, write_shards
+from qerl.models.structure import empty_model
 from qerl.settings.base import ConfigError
 from qerl.settings.models import MergedFormat
 
@@ -75,6 +78,7 @@ def _write_unpacked(source: Path, target: Path, dtype: torch.dtype, changed: Cal
 
     Memory holds one file of `target`, and of `source` one layer.
     """
+    check_tensors(source)
     headers, weights_format = read_headers(source), weights_format_of(source)
     packed = packed_tensors(headers, weights_format)
 
@@ -130,20 +134,29 @@ def trained_tensors(trained: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]
     return norms, {name: tensor for name, tensor in adapter.items() if name not in norms}
 
 
-def check_changes(checkpoint: Path, weights: set[str], changed: set[str]) -> None:
-    """Raise `CheckpointError` unless the base has each changed weight among its `weights`, and for itself alone."""
-    if shared := sorted(changed.intersection(tied_weights(checkpoint))):
+def check_changes(checkpoint: Path, changed: Mapping[str, Sequence[int]]) -> None:
+    """Raise `CheckpointError` unless the base has each `changed` weight for itself alone, in the shape given there."""
+    if shared := sorted(changed.keys() & {*tied_weights(checkpoint)}):
         raise CheckpointError(
             f"the adapter changes {shared[0]}, and {checkpoint} has one weight for embedding and head; "
             "merge this adapter by PEFT"
         )
-    if unknown := sorted(changed - weights):
-        raise CheckpointError(f"the adapter changes {unknown[0]}, which {checkpoint} lacks; give it its own base")
+    shapes = {name: weight.shape for name, weight in empty_model(config_of(checkpoint), DENSE).named_parameters()}
+    if unfit := [name for name, shape in sorted(changed.items()) if shapes.get(name) != torch.Size(shape)]:
+        has = f"has as {list(shapes[unfit[0]])}" if unfit[0] in shapes else "lacks"
+        raise CheckpointError(
+            f"the adapter changes {unfit[0]} {list(changed[unfit[0]])}, which {checkpoint} {has}; give it its own base"
+        )
 
 
 def _write_base(checkpoint: Path, norms: dict[str, Tensor], target: Path) -> None:
+    check_tensors(checkpoint)
     headers = read_headers(checkpoint)
-    check_changes(checkpoint, {*headers}, {*norms})
+    packed = packed_tensors(headers, weights_format_of(checkpoint))
+    check_changes(checkpoint, {name: norm.shape for name, norm in norms.items()})
+    plain = {name for name, info in headers.items() if info.reading == "stored" and info.place is None}
+    if others := sorted(norms.keys() - plain | norms.keys() & {f"{layer}.weight" for layer in packed}):
+        raise CheckpointError(f"the adapter replaces {others[0]}, which {checkpoint} has packed; export with --merged")
     _copy_but_weights(checkpoint, target)
     if index_of(checkpoint) is not None:
         shutil.copyfile(checkpoint / INDEX, target / INDEX)
@@ -191,18 +204,32 @@ def write_merged(checkpoint: Path, trained: Path, target: Path, dtype: torch.dty
     config = adapter_values(trained)
     check_plain(trained, config, "only plain LoRA is merged here; merge this adapter by PEFT")
     scale, (norms, lora) = config["lora_alpha"] / config["r"], trained_tensors(trained)
-    changed = {*norms, *(f"{name.rpartition('.lora_')[0]}.weight" for name in lora)}
-    packed = packed_tensors(headers, weights_format_of(checkpoint))
-    check_changes(checkpoint, {*headers, *(f"{layer}.weight" for layer in packed)}, changed)
+    products = dict(_pair(name, lora, config["r"], trained) for name in lora)
+    check_changes(
+        checkpoint,
+        {name: norm.shape for name, norm in norms.items()}
+        | {name: (len(lora_B), lora_A.shape[1]) for name, (lora_A, lora_B) in products.items()},
+    )
 
     # The adapter is added to unpacked weights in float32 and rounded once; trained norms are rounded, too, since
     # engines would do so on loading. Each merge states its KL and accuracy against the policy.
     def merged(name: str, weight: Tensor) -> Tensor:
         """A weight of the base as the policy has it."""
-        if name in norms or name not in changed:
+        if name not in products:
             return norms.get(name, weight)
-        lora_A, lora_B = (lora[f"{name.removesuffix('.weight')}.lora_{side}.weight"].float() for side in "AB")
+        lora_A, lora_B = (side.float() for side in products[name])
         return weight.float() + scale * (lora_B @ lora_A)
 
     _write_unpacked(checkpoint, target, dtype, merged)
     write_config(checkpoint, target)
+
+
+def _pair(name: str, lora: dict[str, Tensor], rank: int, folder: Path) -> tuple[str, tuple[Tensor, Tensor]]:
+    """The weight that a matrix of an adapter's file changes, with A and B. Raises `CheckpointError` unless both fit."""
+    layer = name.rpartition(".lora_")[0]
+    down, up = (lora.get(f"{layer}.lora_{side}.weight") for side in "AB")
+    if down is None or up is None or not len(down) == up.shape[1] == rank:
+        raise CheckpointError(
+            f"{folder / ADAPTER} has no A and B of rank {rank} for {layer}, as {ADAPTER_CONFIG} states; save it again"
+        )
+    return f"{layer}.weight", (down, up)

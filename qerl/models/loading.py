@@ -133,6 +133,8 @@ def finite(info: TensorInfo, tensor: Tensor, use: str = "") -> Tensor:
 # Checkpoints as Hugging Face models.
 
 _GENERATION = "generation_config.json"
+#: The dtypes of packed weights' tensors, by their names in headers.
+_PACKED_DTYPES = {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "F32": torch.float32}
 #: The module and name of the parameter or buffer that a tensor of the checkpoint fills.
 _Slot = tuple[nn.Module, str]
 
@@ -225,14 +227,19 @@ def _generation_config(folder: Path) -> GenerationConfig:
 
 
 def check_tensors(folder: Path) -> None:
-    """Raise the `CheckpointError` with which a dense checkpoint would fail to load, before any work is done with it.
+    """Raise the `CheckpointError` with which a checkpoint would fail to load, before any work is done with it.
 
-    Names and shapes are compared with config.json's. Only a head that config.json ties has its values read.
+    Names and shapes are compared with config.json's, and dtypes of packed tensors with their format's. Only a head that
+    config.json ties has its values read.
     """
     headers = read_headers(folder)
     _, slots = _empty_slots(folder, headers, torch.bfloat16)
     for name, info in headers.items():
-        if info.shape != (target := getattr(*slots[name])).shape:
+        module, own_name = slots[name]
+        if name.endswith(CODECS["nf4"].marker):
+            continue
+        target, dtype = getattr(module, own_name), _PACKED_DTYPES.get(info.dtype)
+        if info.shape != target.shape or (_is_packed(module, own_name) and dtype != target.dtype):
             raise _mismatch(name, info, target)
     tied = tied_weights(folder)
     if tied and tied[0] in headers:
@@ -371,6 +378,10 @@ def _check_names(slots: dict[str, _Slot], headers: dict[str, TensorInfo], tied: 
         )
 
 
+def _is_packed(module: nn.Module, name: str) -> bool:
+    return isinstance(module, PackedLinear) and name in module.packed_names
+
+
 def _fill(slot: _Slot, name: str, tensor: Tensor, dtype: torch.dtype, info: TensorInfo) -> None:
     """Store a tensor of the file in its parameter or buffer."""
     module, own_name = slot
@@ -382,8 +393,7 @@ def _fill(slot: _Slot, name: str, tensor: Tensor, dtype: torch.dtype, info: Tens
         if offset is not None:
             setattr(module, own_name, offset)
         return
-    target = getattr(module, own_name)
-    packed = isinstance(module, PackedLinear) and own_name in module.packed_names
+    target, packed = getattr(module, own_name), _is_packed(module, own_name)
     fits = tensor.dtype == target.dtype if packed else tensor.is_floating_point()
     if tensor.shape != target.shape or not fits:
         raise _mismatch(name, info, target)

@@ -304,14 +304,6 @@ class PackedLoraLinear(LeanLoraLinear):
 
 
 def register_lora(config: LoraConfig) -> LoraConfig:
-    """Make `config` use this module's classes for `PackedLinear` and dense layers; returns it.
-
-    Raises ValueError for an initialisation that reads the dense weight.
-    """
-    if config.init_lora_weights not in (True, False, "gaussian"):
-        raise ValueError(
-            f"init_lora_weights={config.init_lora_weights!r} reads the dense weight, which packed layers don't keep; "
-            "use True or 'gaussian'"
-        )
+    """Make `config` use this module's classes for `PackedLinear` and dense layers; returns it."""
     config._register_custom_module({PackedLinear: PackedLoraLinear, nn.Linear: LeanLoraLinear})
     return config

@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from qerl.results.paths import KEY, METRICS, PROFILE, REPORT, RESULT, RUN, SAMPLES, training_name, variant
+from qerl.results.paths import KEY, PROFILE, REPORT, RESULT, RUN, SAMPLES, training_name, variant
 from qerl.results.schema import (
     OK,
     EvaluationResult,
@@ -22,9 +22,9 @@ from qerl.results.schema import (
     ResultError,
     RunResult,
     SampleRow,
-    StepMetrics,
     read,
     read_rows,
+    read_steps,
 )
 from qerl.results.speeds import load
 from qerl.results.statistics import Scores
@@ -95,9 +95,9 @@ class StoredResults:
     def metrics(self) -> pd.DataFrame:
         """One row per step in the metrics.jsonl beside each run.json. A failed run has no rows."""
         frames = []
-        for (path, _), run in zip(self.run_results, self.runs.to_dict("records"), strict=True):
-            if run["status"] == OK:
-                rows = [row.content() for row in read_rows(StepMetrics, path.parent / METRICS)]
+        for (path, result), run in zip(self.run_results, self.runs.to_dict("records"), strict=True):
+            if result.status == OK:
+                rows = [row.content() for row in read_steps(path, result)]
                 frames.append(pd.DataFrame(rows).assign(**{key: run[key] for key in _RUN}))
         return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=["run", *KEY])
 

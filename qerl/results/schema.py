@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import gzip
 import json
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -24,6 +25,7 @@ from pydantic import (
 )
 
 from qerl.host.provenance import stamp, write_bytes, write_json, write_text
+from qerl.results.paths import METRICS
 from qerl.results.statistics import Interval
 from qerl.settings.base import UserError, sentence
 from qerl.settings.data import AnswerForm, RecordFormat, Split
@@ -611,9 +613,24 @@ def read_rows(schema: type[T], path: Path) -> Iterator[T]:
     """The rows of a file of JSON lines, which may be compressed, as their model."""
     if not path.exists():
         raise ResultError(f"{path} doesn't exist; run the workflow to make it")
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                yield schema.model_validate_json(line)
-            except ValidationError as error:
-                raise ResultError(f"{path}, line {number}: {sentence(error, schema)}") from None
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        try:
+            for number, line in enumerate(file, start=1):
+                try:
+                    yield schema.model_validate_json(line)
+                except ValidationError as error:
+                    raise ResultError(f"{path}, line {number}: {sentence(error, schema)}") from None
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ResultError(f"{path} is damaged ({error}); make it again") from None
+
+
+def read_steps(file: Path, run: RunResult) -> list[StepMetrics]:
+    """The steps of a run in the metrics.jsonl beside its run.json; those before the end of a run that failed.
+
+    Raises ResultError unless a run that ended well has all that its summary counts.
+    """
+    metrics = file.with_name(METRICS)
+    steps = list(read_rows(StepMetrics, metrics))
+    if run.summary and len(steps) != run.summary.steps:
+        raise ResultError(f"{metrics} has {len(steps)} steps, and {file} tells of {run.summary.steps}; copy both again")
+    return steps

@@ -76,8 +76,10 @@ def difference_interval(scores: Scores, base: Scores) -> Interval:
 def mean_interval(values: Scores) -> Interval:
     """Mean over problems of a measure that isn't an accuracy, and its interval. values: float [problems].
 
-    The interval is a percentile bootstrap over the problems.
+    The interval is a percentile bootstrap over the problems. Its ends are NaN for one problem.
     """
+    if len(values) < 2:
+        return Interval(float(values.mean()), np.nan, np.nan)
     generator = np.random.default_rng(_SEED)
     draws = [
         values[generator.integers(len(values), size=(_CHUNK, len(values)))].mean(axis=1)

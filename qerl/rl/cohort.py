@@ -23,7 +23,7 @@ import torch
 
 from qerl.data.hub import contents_of
 from qerl.host.console import log, naming
-from qerl.host.gpus import leave_out
+from qerl.host.gpus import free_memory, leave_out
 from qerl.host.imports import main_thread
 from qerl.host.lease import is_first
 from qerl.host.process import Announcement, Interrupted, announced
@@ -226,6 +226,7 @@ def train_cohort(jobs: Sequence[TrainJob], end: Announcement | None = None) -> N
                 failures.append((jobs[run].id, error))
                 if not isinstance(error, Interrupted):
                     log.error("%s", error, exc_info=not isinstance(error, UserError))
+                free_memory(error)  # for the others
             finally:
                 meeting.leave()
 

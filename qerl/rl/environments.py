@@ -11,11 +11,11 @@ from queue import Empty, SimpleQueue
 from threading import Semaphore, Thread
 from typing import Any, Protocol
 
-from qerl.checkpoints.files import context_length
+from transformers import PreTrainedTokenizerBase
+
 from qerl.data.prompts import TemplateInput, Thinking, chat_text, check_lengths, messages_of, reply_text, texts_ids
 from qerl.data.records import Problem
 from qerl.host.imports import load
-from qerl.models.policy import Policy
 from qerl.rl.rewards import number_of
 from qerl.settings.base import ConfigError, check_unicode
 from qerl.settings.run import EnvironmentSettings
@@ -96,10 +96,17 @@ os.register_at_fork(after_in_child=_forget_threads)
 
 @dataclass(frozen=True)
 class Conversations:
-    """The environments of completions of `problems`, as samplers ask them (`qerl.rollout.sampler.Turns`)."""
+    """The environments of completions of `problems`, as samplers ask them (`qerl.rollout.sampler.Turns`).
+
+    They have no policy, whose memory a reply that never ends would keep after the run.
+    """
 
     settings: EnvironmentSettings
-    policy: Policy
+    tokenizer: PreTrainedTokenizerBase
+    #: The most tokens of the policy's context; None without a limit.
+    context: int | None
+    #: The tokens that end a turn.
+    stops: Sequence[int]
     thinking: Thinking
     problems: Sequence[Problem]
     instruction: str
@@ -128,17 +135,17 @@ class Conversations:
         """The text of each problem's chat up to the first turn."""
         chats = [messages_of(problem, self.instruction) for problem in self.problems]
         pairs = zip(chats, self._starts, strict=True)
-        return [chat_text(self.policy.tokenizer, [*chat, *map(dict, start)], given=self.given) for chat, start in pairs]
+        return [chat_text(self.tokenizer, [*chat, *map(dict, start)], given=self.given) for chat, start in pairs]
 
     def prompts(self, max_tokens: int) -> list[list[int]]:
         """The token ids of each problem's chat up to the first turn.
 
         Raises `DataError` if one leaves no room for `max_tokens`: problems were measured without what `reset` says.
         """
-        ids = texts_ids(self.policy.tokenizer, self._texts)
-        if (context := context_length(self.policy.lm.config.to_dict())) is not None:
-            longer = [len(one) for one in ids if len(one) > context - max_tokens]
-            check_lengths(longer, len(ids), context, max_tokens, f"or what reset of {self.settings.name} adds")
+        ids = texts_ids(self.tokenizer, self._texts)
+        if self.context is not None:
+            longer = [len(one) for one in ids if len(one) > self.context - max_tokens]
+            check_lengths(longer, len(ids), self.context, max_tokens, f"or what reset of {self.settings.name} adds")
         return ids
 
     def of(self, prompt: int, number: int) -> Conversation:
@@ -179,7 +186,7 @@ class Conversations:
     def _replies(self, wait: float) -> list[tuple[int, int, list[int] | None]]:
         outcomes = self._ended(wait)
         texts = [self._reply(key, outcome) for key, outcome in outcomes]
-        ids = iter(texts_ids(self.policy.tokenizer, [text for text in texts if text is not None]))
+        ids = iter(texts_ids(self.tokenizer, [text for text in texts if text is not None]))
         replies = []
         for ((prompt, number), _), text in zip(outcomes, texts, strict=True):
             reply = None if text is None else next(ids)
@@ -236,11 +243,12 @@ class Conversations:
         except Empty:
             pass
         for key, outcome in outcomes:
-            if isinstance(outcome, SystemExit):
-                raise ConfigError(
-                    f"{self._name(*key)} ended the process with code {outcome.code!r}; raise an error there"
-                ) from outcome
-            if isinstance(outcome, BaseException):
+            # Not passed on: it would end the thread that draws for several runs, for which the others wait.
+            if isinstance(outcome, BaseException) and not isinstance(outcome, Exception):
+                exits = isinstance(outcome, SystemExit)
+                did = f"ended the process with code {outcome.code!r}" if exits else f"raised {outcome!r}"
+                raise ConfigError(f"{self._name(*key)} {did}; raise an error there") from outcome
+            if isinstance(outcome, Exception):
                 outcome.add_note(f"{self._name(*key)} raised this; mend it, or what it depends on, and start again")
                 raise outcome
         limit, now, ended = self.settings.timeout, time.monotonic(), {key for key, _ in outcomes}
@@ -264,8 +272,8 @@ class Conversations:
         messages = _messages(outcome.messages, name)
         if not messages:
             raise ConfigError(f"{name} gave no messages, and isn't done; give a message, or done=True")
-        stops = [str(self.policy.tokenizer.decode([id])) for id in self.policy.stop_token_ids]
-        return reply_text(self.policy.tokenizer, messages, stops, self.given)
+        stops = [str(self.tokenizer.decode([id])) for id in self.stops]
+        return reply_text(self.tokenizer, messages, stops, self.given)
 
 
 def _messages(messages: Sequence[Message], name: str) -> list[dict[str, str]]:

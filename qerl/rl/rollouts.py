@@ -15,6 +15,7 @@ import torch
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
+from qerl.checkpoints.files import context_length
 from qerl.data.grading import extract, verdict
 from qerl.data.prompts import TemplateInput, Thinking, check_lengths, longer_than, prompts_ids
 from qerl.data.records import DataError, Problem
@@ -295,12 +296,12 @@ class Collector:
 
     def _groups(self, step: int, chosen: list[Problem], count: int, seed: int) -> tuple[list[Group], list[float]]:
         """The groups of `count` completions of the problems, and the seconds for which each process waited."""
-        turns, environment = None, self.settings.environment
+        turns, environment, tokenizer = None, self.settings.environment, self.policy.tokenizer
         if environment:
-            chats = self.policy, self.thinking, chosen, self.task.instruction, self.task.given
-            turns = Conversations(environment, *chats)
+            read = tokenizer, context_length(self.policy.lm.config.to_dict()), self.policy.stop_token_ids, self.thinking
+            turns = Conversations(environment, *read, chosen, self.task.instruction, self.task.given)
         sampling = self.settings.rollout.sampling.model_dump()
-        tokenizer, limit = self.policy.tokenizer, sampling["max_tokens"]
+        limit = sampling["max_tokens"]
         prompts = turns.prompts(limit) if turns else self.task.prompts(tokenizer, chosen)
         part = self._part(chosen, prompts, count)
         params = SamplingParams(**sampling, count=count, seed=seed, part=part, turns=turns)

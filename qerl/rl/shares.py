@@ -80,6 +80,7 @@ def train_in_turn(groups: Groups, failures: list[BaseException], end: Announceme
                 if error.args == (str(error),):
                     error.args = (f"{name}: {error}",)
             failures.append(error)
+            free_memory(error)  # for the next
 
 
 # The sharing-out.

@@ -8,9 +8,10 @@ import math
 import os
 import shutil
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, cast
 
@@ -67,14 +68,17 @@ class NoSignalError(UserError):
 
 
 class Watch:
-    """Watches the rollouts of a run, and warns at most once that their rewards give no gradient."""
+    """Watches the rollouts of a run, and warns at most once that their rewards give no gradient.
 
-    def __init__(self, settings: RunSettings, task: Task) -> None:
+    `rows` are the metrics of the steps before, of a run that continues.
+    """
+
+    def __init__(self, settings: RunSettings, task: Task, rows: Sequence[dict[str, float]] = ()) -> None:
         self.settings = settings
         self.task = task
         reward = settings.reward
         self._grades_answers = not (reward.functions or settings.environment) and bool(reward.correct or reward.format)
-        self._steps = self._flat = 0
+        self._flat = len([*takewhile(lambda row: not _teaches(row, settings), reversed(rows))])
         self._warned = False
 
     def observe(self, step: int, rollout: Rollout, writes: bool = True) -> None:
@@ -83,13 +87,12 @@ class Watch:
         The cause is either a first step without a readable answer, or `PATIENCE` steps of equal rewards.
         """
         # Decided by the rollout alone, which all processes have, so that all of them stop or none.
-        self._steps += 1
         self._flat = 0 if _teaches(rollout.metrics, self.settings) else self._flat + 1
         if self._warned:
             return
-        if self._steps == 1 and self._grades_answers and not self._reads_any(rollout):
+        if step == 1 and self._grades_answers and not self._reads_any(rollout):
             what = "no completion states an answer that the grader reads"
-        elif self._flat == PATIENCE:
+        elif self._flat >= PATIENCE:
             what = f"all completions of a problem earned the same in each of the last {PATIENCE} steps, "
             what += "which teaches nothing"
         else:
@@ -238,7 +241,7 @@ class Trainer:
         `Interrupted` after a step during which `end` was announced, with a checkpoint of it.
         """
         rows = self._resume()
-        watch = Watch(self.settings, self.collector.task)
+        watch = Watch(self.settings, self.collector.task, rows)
         store = self.work / ROLLOUTS
         if trackers:  # rows that a kill kept from them
             trackers.log(rows)

@@ -470,6 +470,7 @@ class OptimizerSettings(Settings):
 #: Keys of `RunSettings` that decide neither the result of a run nor the time of its steps.
 UNDECIDING_OF_STEPS: Any = {
     "reward": {"functions": {"__all__": {"timeout"}}},
+    "environment": {"timeout"},
     "on_no_signal": True,
     "checkpoint_every": True,
     "stored_rollouts": True,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -29,10 +30,10 @@ from qerl.results.schema import (
     PretrainReport,
     Provenance,
     ResultError,
-    StepMetrics,
     Stored,
     read,
     read_rows,
+    read_steps,
 )
 from qerl.results.statistics import Differences, pass_at_k
 
@@ -213,7 +214,7 @@ def gathered(job: GatherJob) -> Study:
                 **_stamps(run.provenance, scored[1].provenance),
             }
         )
-        for row in read_rows(StepMetrics, file.parent / paths.METRICS):  # a failed run's end where it failed
+        for row in read_steps(file, run):  # a failed run's end where it failed
             metrics = row.content()
             steps.append({"run": run.run, "step": row.step, **{name: metrics.get(name) for name in METRICS}})
         outcomes += _outcomes(job, run.run, *scored)
@@ -294,5 +295,8 @@ def differences(frame: pd.DataFrame, arm: str, other: str) -> Differences:
         first, second = one[model, seed], two[model, seed]
         if not (first.index.is_unique and first.index.equals(second.index)):
             raise ResultError(f"{arm} and {other} saw different problems from {model} with seed {seed}")
-        pairs.setdefault(model, {})[seed] = first.to_numpy(float) - second.to_numpy(float)
+        of_pair = first.to_numpy(float) - second.to_numpy(float)
+        if np.isnan(of_pair).any():
+            raise ResultError(f"{arm} or {other} lacks the measure on some problem from {model} with seed {seed}")
+        pairs.setdefault(model, {})[seed] = of_pair
     return pairs

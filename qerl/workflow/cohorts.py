@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qerl.checkpoints.files import read_config
 from qerl.checkpoints.shapes import ModelShape
 from qerl.host.console import log
 from qerl.host.lease import devices
@@ -53,10 +52,10 @@ def fitting(runs: Sequence[TrainJob]) -> int:
     All do where it knows nothing: without a GPU, and for models whose blocks it doesn't predict.
     """
     capacity = max((gpu.total for gpu in devices().values()), default=0)
-    structure = structure_of(config_of(checkpoint := runs[0].checkpoint))
+    structure = structure_of(config := config_of(checkpoint := runs[0].checkpoint))
     if not capacity or not structure.takes_packed_rows:
         return len(runs)
-    shape = ModelShape.of(read_config(checkpoint)).with_packed_nets(has_packed_delta_nets(checkpoint))
+    shape = ModelShape.of(config.to_dict()).with_packed_nets(has_packed_delta_nets(checkpoint))
     if shape.block_weights != structure.block_weights:
         return len(runs)
     each, first = [run.settings for run in runs], runs[0].settings

@@ -31,10 +31,10 @@ from qerl.host.imports import (
 from qerl.host.provenance import flush, write_text, writing
 from qerl.jobs import DataJob, HubBase, Job, QuantizeJob, TrainJob
 from qerl.results.paths import CHECKPOINT, DATA, LOG, METRICS, POLICY, REPORT, RUN, TRACKED, WORK
-from qerl.results.schema import StepMetrics, read_rows
+from qerl.results.schema import RunResult, StepMetrics, read, read_rows
 from qerl.settings.base import ConfigError, PathLike, check_kind, path_argument, read_yaml
 from qerl.settings.data import LocalData
-from qerl.settings.run import OF_SEVERAL, UNDECIDING, RunFile
+from qerl.settings.run import OF_SEVERAL, UNDECIDING, RunFile, RunSettings
 from qerl.settings.workflow import flat, merged, nested
 from qerl.workflow.bases import HUB_MODEL, MAIN_BRANCH, base_folder, check_weights, model_folder
 
@@ -96,14 +96,16 @@ def read_run(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None) 
         values, where = dict(run), "run"
     elif isinstance(run, (str, PathLike)):
         values, where = file_values(Path(run)), str(run)
-        # The file that a run keeps in its folder has every key, unlike one that a user wrote.
-        beside = Path(run).with_name(INPUTS)
-        every = RunFile.model_fields.keys() - OF_SEVERAL
-        if Path(run).name == RUN_FILE and beside.is_file() and values.keys() >= every:
+        if Path(run).name == RUN_FILE and Path(run).with_name(INPUTS).is_file() and _has_every_key(values):
             return read_run(_where_it_is(parse_run(values, where), Path(run).resolve().parent), out)
     else:
         raise ConfigError(f"a run is a RunFile, a mapping of its keys or a path of a YAML file, not {run!r}")
     return parse_run({**values, **({} if out is None else {"out": out})}, where)
+
+
+def _has_every_key(values: Mapping[str, Any]) -> bool:
+    """Whether the values are those of a file that a run keeps in its folder, unlike one that a user wrote."""
+    return values.keys() >= RunFile.model_fields.keys() - OF_SEVERAL
 
 
 def _where_it_is(stored: RunFile, folder: Path) -> RunFile:
@@ -138,22 +140,31 @@ def write_settings(settings: RunFile) -> None:
 
 def check_same(settings: RunFile) -> None:
     """Refuse a folder that belongs to another run."""
-    folder = settings.out
-    if not (folder / RUN_FILE).is_file():
+    folder, file = settings.out, settings.out / RUN_FILE
+    if not file.is_file():
         # Killed while it was written, run.yaml is there under a name of its own.
         begun = {WORK, RECORDS, LOG, f"{RUN_FILE}.partial"}
         if folder.exists() and (not folder.is_dir() or {f.name for f in folder.iterdir()} - begun):
             raise ConfigError(f"{folder} exists and is not the folder of a run; give a new folder as `out`")
         return
+    if not ((folder / INPUTS).is_file() or _has_every_key(file_values(file))):
+        raise ConfigError(
+            f"{file}, which no run wrote, would be overwritten; rename it, or give another folder as `out`"
+        )
     # Settings of a start that failed before its first step may still be corrected.
     run = Run(folder)
     if not (run.finished or any(folder.glob(f"{WORK}/*/{METRICS}"))):
         return
-    stored, now = (flat(one.model_dump(mode="json", exclude=UNDECIDING)) for one in (run.settings, settings))
-    for key in {**now, **stored}:
-        if stored.get(key) != now.get(key):
+    _check_equal(folder, run.settings, settings, UNDECIDING)
+
+
+def _check_equal(folder: Path, stored: RunSettings, given: RunSettings, exclude: Any) -> None:
+    """Refuse a folder whose run has other settings, but for those of `exclude`."""
+    before, now = (flat(one.model_dump(mode="json", exclude=exclude)) for one in (stored, given))
+    for key in {**now, **before}:
+        if before.get(key) != now.get(key):
             raise ConfigError(
-                f"{folder} holds a run with other settings ({key}: {stored.get(key)} there, {now.get(key)} here); "
+                f"{folder} holds a run with other settings ({key}: {before.get(key)} there, {now.get(key)} here); "
                 "give another folder as `out`, or delete this one"
             )
 
@@ -336,9 +347,12 @@ def train_stage(settings: RunFile) -> Stage[TrainJob]:
 
 
 def check_inputs(settings: RunFile) -> None:
-    """Refuse a finished run whose inputs have changed. Inputs that no longer exist or are on the hub aren't
-    compared.
+    """Refuse a finished run whose inputs, or settings in run.yaml, have changed. Inputs that no longer exist or are on
+    the hub aren't compared.
     """
+    # The content of the model decides, and not its place.
+    trained = read(RunResult, settings.out / RUN).settings
+    _check_equal(settings.out, trained, settings.settings, {**UNDECIDING, "model": True})
     data_file, source = settings.dataset.own_file, Path(settings.model)
     stages: list[Stage[Any]] = [data_stage(settings)] if data_file is None or data_file.exists() else []
     stages += [base_stage(settings, source)] if source.is_dir() else []

@@ -15,7 +15,7 @@ from qerl.rl.update import DivergedError
 from qerl.rollout.sampler import NotFiniteError
 from qerl.settings.base import ConfigError
 from qerl.settings.data import DatasetSettings, Generated
-from tests.faults.conftest import REWARD, forked
+from tests.faults.conftest import forked
 from tests.faults.test_files import CUT, cut_before
 from tests.jobs import metrics_of, untimed
 from tests.tiny import tiny_qwen2
@@ -89,31 +89,41 @@ def test_the_newest_checkpoint_has_the_last_step_whatever_the_file_times(run, wh
     assert untimed(rows) == untimed(whole)
 
 
-# --- a reward that hangs ----------------------------------------------------------------------------------------------
+# --- a reward and an environment that hang in the third step ---------------------------------------------------------
 
-STUCK = f"""
+STUCK = """
 import time
 from pathlib import Path
-calls = 0
+
+def wait():
+    while Path("stuck").exists() and any(len([*file.open()]) == 2 for file in Path("work").glob("*/metrics.jsonl")):
+        time.sleep(0.01)
 
 def letters(answer, problem):
-    global calls
-    calls += 1
-    if Path("stuck").exists() and calls > 2 * 4:
-        time.sleep(3600)
-    return inner(answer, problem)
+    wait()
+    return float(len(set(answer.text)))
 
-{REWARD.replace("def letters", "def inner")}"""
+class Game:
+    def reset(self, problem):
+        wait()
+    def step(self, text):
+        raise AssertionError("no turn ends")
+"""
 
 
-def test_with_a_higher_limit_the_run_continues(run):
+@pytest.mark.parametrize(
+    "limited",
+    [
+        lambda seconds: {"reward": {"functions": {"own": {"function": "fault_reward:letters", "timeout": seconds}}}},
+        lambda seconds: {"environment": {"name": "fault_reward:Game", "timeout": seconds}},
+    ],
+    ids=["reward", "environment"],
+)
+def test_with_a_higher_limit_the_run_continues(run, limited):
+    (run.base / "generation_config.json").write_text('{"eos_token_id": 10000}')  # beyond all tokens: no turn ends
     run.reward(STUCK)
     Path("stuck").touch()
-
-    def limited(seconds):
-        return {"reward": {"functions": {"own": {"function": "fault_reward:letters", "timeout": seconds}}}}
-
-    with pytest.raises(ConfigError, match="allow it more time: then the run goes on from its last checkpoint"):
+    with pytest.raises(ConfigError, match="then the run goes on from its last checkpoint"):
         run.train(limited(2.0))
     [metrics] = run.work.glob("*/metrics.jsonl")
     done = metrics_of(metrics.parent)

@@ -83,10 +83,16 @@ def test_noise_is_in_no_merge(bases, tmp_path):
 
 
 def test_an_adapter_of_another_base_is_refused(bases, tmp_path):
-    larger = tiny_qwen2(tmp_path / "larger", num_hidden_layers=3)
-    trained(larger, tmp_path / "policy")
-    with pytest.raises(CheckpointError, match=r"changes model\.layers\.2\..*lacks; give it its own base"):
-        merge(bases / "bf16", tmp_path / "policy", tmp_path / "merged", "bf16")
+    for name, shape, sentence in (
+        ("deeper", {"num_hidden_layers": 3}, "lacks"),
+        ("wider", {"hidden_size": 128}, "has"),
+    ):
+        other = tiny_qwen2(tmp_path / name / "base", **shape)
+        trained(other, tmp_path / name / "policy")
+        with pytest.raises(CheckpointError, match=rf"changes model\.layers\..*{sentence}.*; give it its own base"):
+            merge(bases / "bf16", tmp_path / name / "policy", tmp_path / "merged", "bf16")
+        with pytest.raises(CheckpointError, match=rf"changes model\.layers\..*{sentence}.*; give it its own base"):
+            export(bases / "bf16", tmp_path / name / "policy", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 
 

@@ -22,8 +22,10 @@ import qerl
 from qerl import __main__
 from qerl.api import facts_of
 from qerl.models.adapter_files import code_span, plain
-from qerl.publishing import BaseModel, check_folder, check_private, data_name, run_card
+from qerl.models.policy import load_policy
+from qerl.publishing import BaseModel, check_folder, check_private, data_name, license_of, run_card
 from qerl.settings.base import ConfigError
+from tests.parity.family_models import by_the_card
 
 REPO = "someone/tiny-policy"
 FILES = {"README.md", "adapter_config.json", "adapter_model.safetensors", "metrics.jsonl"}
@@ -46,7 +48,7 @@ class Hub(HfApi):
 
     def model_info(self, repo_id, **_):
         if repo_id in self.licenses:
-            return SimpleNamespace(card_data=ModelCardData(license=self.licenses[repo_id]))
+            return SimpleNamespace(card_data=ModelCardData(**self.licenses[repo_id]))
         if repo_id not in self.private:
             raise httpx.ConnectError("no network")
         return SimpleNamespace(private=self.private[repo_id], card_data=None)
@@ -257,7 +259,10 @@ def test_a_model_trained_in_full_goes_whole(run, tmp_path):
     assert {file.name for file in whole.adapter.iterdir()} | {"README.md", "metrics.jsonl"} == set(hub.files[REPO])
     text = hub.files[REPO]["README.md"].decode()
     assert "All weights of a model, trained by reinforcement learning" in text
-    assert f"from_pretrained('{REPO}', dtype=\"auto\")" in text
+    (tmp_path / "README.md").write_text(text.replace(REPO, str(whole.adapter)))
+    shown, ours = by_the_card(tmp_path)["model"], load_policy(whole.adapter, None, "float32", torch.device("cpu")).lm
+    ids = torch.tensor([[5, 6, 7]])
+    torch.testing.assert_close(shown(ids).logits, ours(ids).logits, rtol=1e-6, atol=1e-6)
     (tmp_path / "secret").write_text("{}")
     (whole.adapter / "vocab.json").symlink_to(tmp_path / "secret")
     with pytest.raises(ConfigError, match=r"vocab\.json is a link or no regular file"):
@@ -284,7 +289,7 @@ def test_a_base_of_the_hub_is_named_with_its_licence(copy):
     file = copy / "run.yaml"
     file.write_text(re.sub(r"(?m)^model: .*$", f"model: org/base@{'0' * 40}", file.read_text()))
     hub = Hub()
-    hub.licenses["org/base"] = "mit"
+    hub.licenses["org/base"] = {"license": "mit"}
     qerl.publish(copy, REPO, hub=hub)
     shown = card(hub.files[REPO]["README.md"].decode(), copy)
     assert (shown.data.base_model, shown.data.license) == ("org/base", "mit")
@@ -294,6 +299,16 @@ def test_a_base_of_the_hub_is_named_with_its_licence(copy):
     text = hub.files[REPO]["README.md"].decode()
     assert "license:" not in text
     assert "The licence of org/base isn't stated here" in text
+
+
+def test_a_licence_is_as_its_card_states_it_with_the_address_of_a_file_beside_it(tmp_path):
+    """Of several licences all are stated, and a file's name alone would mean a file of the new repository."""
+    named, hub = {"license": "other", "license_name": "own", "license_link": "LICENSE"}, Hub()
+    hub.licenses |= {"org/base": named, "org/two": {"license": ["mit", "apache-2.0"]}}
+    assert license_of("org/two", hub) == hub.licenses["org/two"]
+    assert license_of("org/base", hub) == named | {"license_link": "https://huggingface.co/org/base/blob/main/LICENSE"}
+    (tmp_path / "README.md").write_text(f"---\n{ModelCardData(**named).to_yaml()}\n---\n")
+    assert license_of(tmp_path, None) == {"license": "other", "license_name": "own"}
 
 
 # --- cards that no run of the tests' size has, and what is private

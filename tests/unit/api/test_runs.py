@@ -25,6 +25,7 @@ from qerl.results.paths import rollouts_file
 from qerl.results.schema import RolloutRow, read_rows
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RunFile
+from qerl.workflow import run_folder
 from tests.tiny import TEMPLATE, tiny_family, tiny_qwen2, write_template
 from tests.unit.api.conftest import ROWS
 
@@ -32,6 +33,21 @@ from tests.unit.api.conftest import ROWS
 @pytest.fixture(scope="module")
 def packed(model, tmp_path_factory):
     return qerl.quantize(model, tmp_path_factory.mktemp("packed") / "nvfp4")
+
+
+def test_a_checkpoint_that_another_process_is_writing_is_left_to_it(model, packed, tmp_path, monkeypatch):
+    make = qerl.api.make_checkpoint
+
+    def make_while_another_starts(job):
+        monkeypatch.setattr("qerl.api.make_checkpoint", make)
+        make(job)
+        with pytest.raises(ConfigError, match=r"process \d+ on .* is at work in .*\.twice\.partial"):
+            qerl.quantize(model, tmp_path / "twice")
+
+    monkeypatch.setattr("qerl.api.make_checkpoint", make_while_another_starts)
+    made = qerl.quantize(model, tmp_path / "twice")
+    assert (made / "model.safetensors").read_bytes() == (packed / "model.safetensors").read_bytes()
+    assert [path.name for path in tmp_path.iterdir()] == ["twice"]
 
 
 def test_a_packed_checkpoint_is_trained_as_it_is(packed, values):
@@ -363,6 +379,43 @@ def test_a_folder_with_other_content_is_left_unchanged(values, tmp_path):
     with pytest.raises(ConfigError, match="not the folder of a run"):
         qerl.train(values)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes.txt"]
+
+
+def test_a_run_file_of_the_user_is_not_overwritten_by_the_one_of_the_run(values, tmp_path):
+    own = tmp_path / "run.yaml"
+    own.write_text("# mine\n" + yaml.safe_dump({**values, "out": str(tmp_path)}))
+    with pytest.raises(ConfigError, match=r"run\.yaml, which no run wrote, would be overwritten; rename it"):
+        qerl.train(own)
+    result = CliRunner().invoke(app, ["train", str(own), "--out", ""])
+    assert "`out`: this is empty; give a path, or . for the working directory" in str(result.exception)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
+    assert own.read_text().startswith("# mine")
+
+
+def test_settings_that_are_edited_after_the_last_step_are_not_those_of_the_run(values):
+    run = qerl.train(values)
+    file = run.folder / "run.yaml"
+    file.write_text(
+        file.read_text().replace("steps: 2", "steps: 3").replace("checkpoint_every: 1", "checkpoint_every: 2")
+    )
+    with pytest.raises(ConfigError, match=r"holds a run with other settings \(steps: 2 there, 3 here\)"):
+        qerl.train(file)
+    file.write_text(file.read_text().replace("steps: 3", "steps: 2"))
+    assert qerl.train(file).finished
+
+
+def test_a_run_that_another_process_finishes_meanwhile_is_not_trained_again(values, monkeypatch):
+    checked = run_folder.checked_source
+
+    def other_process(settings):
+        monkeypatch.setattr(run_folder, "checked_source", checked)
+        assert qerl.train(values).finished
+        return checked(settings)
+
+    monkeypatch.setattr(run_folder, "checked_source", other_process)
+    with pytest.raises(ConfigError, match="finished by another process just now; start again"):
+        qerl.train(values)
+    assert qerl.train(values).finished
 
 
 @pytest.mark.parametrize(

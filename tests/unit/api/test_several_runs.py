@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from scipy import stats
 
 import qerl
+from qerl.host.lease import alone
 from qerl.settings.base import ConfigError
 from tests.unit.api.conftest import SETTINGS
 
@@ -94,6 +95,16 @@ def test_a_run_that_fails_leaves_the_others_and_the_next_call_does_the_rest(seve
     runs["bad"] = {"reward.functions.scored": f"{__name__}:scored"}
     assert all(run.finished for run in qerl.train({**several, "runs": runs}))
     assert (folder / "good/run.json").stat().st_mtime_ns == before
+
+
+def test_what_a_later_run_lacks_is_said_before_any_base_is_made(several, tmp_path):
+    several |= {"runs": {"good": {}, "bad": {"rollout.sampling.max_tokens": 10**6}}}
+    with pytest.raises(ValueError, match="max_tokens"):
+        qerl.train(several)
+    with alone(tmp_path / "run/bad/work"), pytest.raises(ConfigError, match=r"is at work in .*bad/work"):
+        qerl.train({**several, "runs": {"good": {}, "bad": {}}})
+    assert (tmp_path / "run/bad/run.yaml").exists()
+    assert not (tmp_path / "run/good/checkpoint").exists()
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,7 @@ _SCALE, _SECOND = "model.layers.0.self_attn.q_proj.weight_scale", "model.layers.
         ("lm_head.weight_scale_2", torch.tensor(3e38), r"lm_head: weight_global_scale makes weights infinite or NaN"),
         ("model.layers.0.mlp.up_proj.pre_quant_scale", torch.ones(256), r"holds .*\.pre_quant_scale, with which"),
         ("lm_head.weight_scale", None, "packed lm_head has only"),
+        (_SCALE, None, r"holds .*q_proj\.weight in FP8 without its scale; download"),
     ],
 )
 def test_damage_is_one_sentence(tmp_path, name, value, match):

@@ -47,9 +47,7 @@ def test_published_gemma_3_is_read_as_transformers_reads_it(tmp_path, size):
     assert found["rope_parameters"]["full_attention"] == {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
     assert found["rope_parameters"]["sliding_attention"] == {"rope_type": "default", "rope_theta": 1e4}
     assert found["layer_types"][:7] == ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]
-    shape = ModelShape.of(read_config(folder))
-    assert shape == ModelShape.of(expected)
-    assert weight_bytes(shape, "bf16") / 2e9 == pytest.approx(BILLIONS[size], abs=0.02)
+    assert weight_bytes(ModelShape.of(found), "bf16") / 2e9 == pytest.approx(BILLIONS[size], abs=0.02)
     assert context_length(read_config(folder)) == context_length(expected) == 131072
 
 

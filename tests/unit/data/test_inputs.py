@@ -216,7 +216,8 @@ def test_every_setting_that_decides_nothing_exists():
         for key, value in tree.items() if isinstance(tree, dict) else ((key, True) for key in tree):
             yield from [(*path, key)] if value is True else leaves(value, (*path, key))
 
+    values = {"model": "m", "dataset": "d", "reward": SETTINGS["reward"], "environment": "m:Class"}
     for path in leaves(UNDECIDING):
-        found = parse(RunSettings, {"model": "m", "dataset": "d", "reward": SETTINGS["reward"]}, "").model_dump()
+        found = parse(RunSettings, values, "").model_dump()
         for key in path:
             found = found["own" if key == "__all__" else key]

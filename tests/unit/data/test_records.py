@@ -24,7 +24,8 @@ CHAT = [{"role": "user", "content": "Two?"}]
         ({**GSM8K, "answer": "#### -12.50 dollars.\n2 lines"}, "gsm8k", "-12.50", None),
         (MATH, "math", "\\frac{1}{2}", 3),
         (MATH500, "math", "\\frac{1}{2}", 2),
-        ({**MATH, "level": "Level ?"}, "math", "\\frac{1}{2}", None),
+        *(({**MATH, "level": gap}, "math", "\\frac{1}{2}", None) for gap in ("Level ?", float("nan"), None, " ")),
+        ({**MATH, "level": 3.0}, "math", "\\frac{1}{2}", 3),
         ({**MATH, "answer": float("nan")}, "math", "\\frac{1}{2}", 3),
         (AIME, "aime", "33", None),
         ({"Problem": "Count.", "Answer": 204}, "aime", "204", None),
@@ -82,7 +83,7 @@ NOT_WHOLE = [
         ({"problem": "Two?", "answer": "One and one.\n#### 2"}, "math", "set `format: gsm8k`"),
         *(({"problem": "Two?", "answer": answer}, "aime", "0 to 999") for answer in ("1000", "-1", "two")),
         (["Two?"], "gsm8k", "not a record"),
-        ({**MATH, "level": "hard"}, "math", "level"),
+        *(({**MATH, "level": level}, "math", "level") for level in ("hard", 2.5)),
         *(({"numbers": [3, 4, 8], "target": 20, **changes}, "countdown", "has `numbers`") for changes in NOT_WHOLE),
     ],
 )

@@ -221,6 +221,15 @@ def test_values_of_parquet_are_those_that_were_written(tmp_path):
         check_problem_file(path)
 
 
+@pytest.mark.parametrize("large", ["12345678901234567", "12345678901234567890", "-9007199254740993", "1e400"])
+def test_a_number_of_csv_keeps_its_digits(tmp_path, large):
+    """A float has 53 bits, and pyarrow reads all numbers of such a column as floats."""
+    (tmp_path / "a.csv").write_text(f"problem,answer,rate\nOne?,{large},0.25\nTwo?,2.5,\nThree?,007,1e20\n")
+    folder = prepared(tmp_path, held_out(tmp_path / "a.csv"), "math")
+    assert [problem.answer for problem in read_split(folder, "test")] == [large, "2.5", "007"]
+    assert [record["rate"] for record in read_records(folder, "test")] == [0.25, None, 1e20]
+
+
 # --- a function of the user
 
 OWN = """

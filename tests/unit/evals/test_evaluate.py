@@ -11,8 +11,11 @@ from math import comb
 import pytest
 
 from qerl.data.prompts import prompt_ids, prompt_text
+from qerl.data.records import Problem
 from qerl.data.sources import prepare, read_meta, read_split
-from qerl.evals.evaluate import EvaluationError, evaluate
+from qerl.evals.evaluate import EvaluationError, evaluate, scorer
+from qerl.evals.harness import EvaluatedPolicy, EvaluationSet
+from qerl.rollout.sampler import SamplingParams
 from qerl.settings.base import ConfigError
 from qerl.settings.data import CountdownData, DatasetSettings, Generated
 from qerl.settings.run import SamplingSettings
@@ -96,6 +99,15 @@ def test_reference_solutions_score_one(run, problems):
         assert (task.accuracy, task.accuracies, task.extracted) == (1.0, [1.0, 1.0], 1.0)
         assert (task.problems, task.repeats, task.truncated) == (PROBLEMS, 2, 0.0)
     assert all(sample["correct"] == 1 and sample["agrees"] for sample in samples)
+
+
+@pytest.mark.parametrize("solution", ["We compute $3+4=7$, and then $7-2$.", "So \\boxed{7}.", "It follows.", None])
+def test_lighteval_compares_with_the_records_answer(tokenizer, solution):
+    texts = ["\\boxed{5}", "\\boxed{7}"]
+    sampler = Scripted(tokenizer, lambda _, repeat: texts[repeat])
+    policy = EvaluatedPolicy(sampler, tokenizer, SamplingParams(max_tokens=9, count=2))
+    [graded] = scorer("lighteval")(policy, EvaluationSet("d", "math", "", [Problem("0", "Which?", solution, "5")]))
+    assert [each.correct for each in graded] == [True, False]
 
 
 # --- the grader of training as a harness

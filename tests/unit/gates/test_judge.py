@@ -30,12 +30,20 @@ from qerl.gates.compare import (
 )
 from qerl.gates.measure import ANSWERS, VECTORS, measure_numerics
 from qerl.report_jobs import NumericsJob, workload_key
-from qerl.results.schema import Machine, ResultError
+from qerl.results.schema import NO_MEMORY, Machine, ResultError
 from qerl.settings.base import ConfigError, parse, read_yaml
 from qerl.settings.workflow import Config
 from qerl.workflow.plan import plan
 from tests.mutations import MUTATIONS, mutated
-from tests.synthetic_results import NO_METRICS, rollout_point, write_bench, write_evaluation, write_json, write_run
+from tests.synthetic_results import (
+    NO_METRICS,
+    rollout_point,
+    write_bench,
+    write_evaluation,
+    write_json,
+    write_lines,
+    write_run,
+)
 from tests.vectors import vectors
 
 GATES = Path("config/gates")
@@ -185,6 +193,7 @@ def test_the_projects_gates_are_read_and_look_at_what_is_measured():
     ("lines", "sentence"),
     [
         (["gate\tmetric"], "must begin with the columns"),
+        (["\t".join(COLUMNS)], "has no gate"),
         (["\t".join(COLUMNS), "a\tb\tat-most\tmuch\twhy"], "line 2: `limit`"),
         (["\t".join(COLUMNS), "a\tb\tat-most\t1"], "line 2: a row has 5 columns"),
         (["\t".join(COLUMNS), "a\tb\tat-most\t1\t"], "line 2: `why`"),
@@ -314,6 +323,34 @@ def test_metrics_are_collected_from_results(results):
     results[0].write_text(results[0].read_text().replace('"summary"', '"sumary"'))
     with pytest.raises(ResultError, match=r"run.json is not a RunResult: unknown key `sumary`"):
         collect("k", results)
+
+
+def test_a_step_without_a_number_fails_its_gates(results):
+    """Whichever step it is: `max` of Python drops a NaN that isn't the first."""
+    file = results[0].with_name("metrics.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    write_lines(file, [rows[0], rows[1], rows[2] | {"mismatch/kl": math.nan}])
+    found = collect("k", results)
+    assert judge(gate(f"noise/{ARM}", "at-least", 0), found, *NOWHERE).outcome == "fail"
+    write_lines(
+        file, [row | {"mismatch/kl": kl, "noise/sigma": 0} for kl, row in zip((1, math.nan, 1), rows, strict=True)]
+    )
+    assert judge(gate(f"mismatch/{ARM}", "at-most", 9), collect("k", results), *NOWHERE).outcome == "fail"
+    told = measured(series={"loss": [0.5, math.nan, 0.125]}, provenance=PROVENANCE | {"versions": {"torch": "2.11.0"}})
+    assert judge(gate("loss", "golden", 9), told, *OWN).outcome == "fail"
+
+
+def test_what_failed_has_no_measurement(results, tmp_path):
+    write_json(results[0], json.loads(results[0].read_text()) | {"status": "diverged", "summary": None})
+    results[1].with_name("samples.jsonl").write_text("")
+    write_json(results[1], json.loads(results[1].read_text()) | {"status": "diverged", "tasks": {}})
+    points = [rollout_point("bf16", 16, [100.0, 50.0]), rollout_point("nvfp4", 16, [], NO_MEMORY)]
+    points += [rollout_point("bf16", 32, [], NO_MEMORY), rollout_point("nvfp4", 32, [100.0])]
+    write_bench(tmp_path, "rollout", "rollout", points)
+    found = collect("k", results)
+    assert (found.values, found.series, found.accuracies) == ({"graders": 0.0}, {}, {})
+    assert found.ratios.keys() == {"rollout-to-baseline"}
+    assert judge(gate(f"accuracy/{ARM}", "paired", 1), found, *OWN).outcome == "fail"
 
 
 def test_the_exit_code_follows_the_verdict(results, tmp_path):

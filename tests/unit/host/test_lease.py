@@ -39,8 +39,11 @@ from tests.jobs import SETTINGS, train_job
 ROOT = Path(__file__).parents[3]
 HOLD = """
 import os, sys, time
+from pathlib import Path
+from qerl.host import lease as module
 from qerl.host.lease import lease
 
+module.LOCKS = Path(os.environ["LOCKS"])
 sleep = time.sleep
 
 def told(seconds):
@@ -89,11 +92,11 @@ def node(tmp_path, monkeypatch):
         exec((tmp_path / "pynvml.py").read_text(), vars(made))
         monkeypatch.setattr("qerl.host.lease.pynvml", made)
 
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("LOCKS", str(tmp_path / "locks"))
+    monkeypatch.setattr("qerl.host.lease.LOCKS", tmp_path / "locks")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
-    monkeypatch.setattr("tempfile.tempdir", None)
     return make
 
 
@@ -125,9 +128,9 @@ def waits(process: subprocess.Popen) -> bool:
     return process.stdout.readline() == "waits\n"
 
 
-def test_processes_hold_different_gpus_and_a_third_waits_until_one_is_killed(node, hold):
+def test_processes_hold_different_gpus_and_a_third_waits_until_one_is_killed(node, hold, tmp_path):
     node(2)
-    holders = [hold(1), hold(1)]
+    holders = [hold(1), hold(1, TMPDIR=str(tmp_path))]
     names = [held(process) for process in holders]
     assert sorted(map(sorted, names)) == [["0"], ["1"]]
     waiting = hold(1)

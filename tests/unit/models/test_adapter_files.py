@@ -60,6 +60,7 @@ REFUSED = {
     "targets that aren't in the file": ({"target_modules": [*LAYERS, "lm_head"]}, "lacks lm_head.lora_A.weight"),
     "an invalid expression": ({"target_modules": "(q_proj"}, "doesn't fit the model"),
     "layers that the model doesn't have": ({"layers_to_transform": [99]}, "doesn't fit the model"),
+    "a base whose weights PEFT changes": ({"init_lora_weights": "pissa"}, "has init_lora_weights=pissa, which isn't"),
     "replicated layers": ({"layer_replication": [[0, 10**6]]}, "has layer_replication=.*, which isn't supported"),
 }
 
@@ -80,9 +81,9 @@ def test_an_adapter_that_fits_loads(base, adapter, tmp_path, changes):
     torch.testing.assert_close(loaded, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("changes", [{"r": 0}, {"r": 10**9}, {"lora_alpha": "x"}])
+@pytest.mark.parametrize("changes", [{"r": 0}, {"r": 10**9}, {"r": 2}, {"lora_alpha": "x"}])
 def test_a_merge_refuses_the_same_values(base, adapter, tmp_path, changes):
-    with pytest.raises(CheckpointError, match=r"has the rank|has r=|lora_alpha="):
+    with pytest.raises(CheckpointError, match=r"has the rank|has r=|lora_alpha=|has no A and B of rank 2 for"):
         write_merged(base, changed(adapter, tmp_path / "foreign", **changes), tmp_path / "out")
 
 

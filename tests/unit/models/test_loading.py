@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from qerl.checkpoints.files import CheckpointError, check_checkpoint, read_headers, weights_format_of
 from qerl.formats.codecs import dequantize
+from qerl.models.export import write_dense
 from qerl.models.loading import checkpoint_structure, load_model, read_packed
 from qerl.models.quantize import quantize_checkpoint
 from tests.tiny import edit_config, tiny_family, tiny_gpt_oss, tiny_llama, tiny_qwen2
@@ -213,6 +215,32 @@ def test_scales_that_multiply_by_infinity_or_nan_are_refused(folder, tmp_path, w
     for read in (lambda: load_model(tmp_path / "out", torch.float32), lambda: unpacked(tmp_path / "out", weights)):
         with pytest.raises(CheckpointError, match=r"model\.safetensors.*(infinite or NaN|no finite|NaN or inf)"):
             read()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda t: t.pop(_Q + "weight_scale"), r"lacks 1 tensors .*q_proj\.weight_scale"),
+        (lambda t: t.update({_Q + "weight_scale": t[_Q + "weight_scale"][:, :1].clone()}), r"F8_E4M3 \[64, 1\], but"),
+        (lambda t: t.update({_Q + "weight_scale": t[_Q + "weight_scale"].float()}), r"F32 \[64, 4\], but"),
+        (lambda t: t.update({_Q + "weight_zero_point": torch.ones(4)}), r"holds 1 tensors .*zero_point"),
+    ],
+)
+def test_damaged_packed_tensors_are_neither_loaded_nor_unpacked(folder, tmp_path, change, sentence):
+    quantize_checkpoint(folder, tmp_path / "out", "nvfp4")
+    rewrite(tmp_path / "out", change)
+    copy = partial(write_dense, target=tmp_path / "dense", dtype=torch.float32)
+    for read in (partial(load_model, dtype=torch.float32), copy):
+        with pytest.raises(CheckpointError, match=sentence):
+            read(tmp_path / "out")
+
+
+def test_the_storage_of_nf4_that_older_files_leave_out(folder, tmp_path):
+    quantize_checkpoint(folder, tmp_path / "out", "nf4")
+    stated = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    assert stated.pop("bnb_4bit_quant_storage") == "uint8"
+    edit_config(tmp_path / "out", quantization_config=stated)
+    load_model(tmp_path / "out", torch.float32)
 
 
 def unpacked(folder, weights):

@@ -16,7 +16,6 @@ formats = pytest.mark.parametrize("weights_format", PACKED_FORMATS)
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
         ({"use_dora": True}, "use_dora"),
         ({}, "can't merge an adapter into .* weights"),
     ],

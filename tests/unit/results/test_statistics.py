@@ -13,6 +13,7 @@ from qerl.results.statistics import (
     average_interval,
     difference_interval,
     holm,
+    mean_interval,
     paired_difference,
     paired_ratio_interval,
     pass_at_k,
@@ -124,6 +125,16 @@ def test_average_is_over_data_sets_and_its_interval_over_their_problems():
     assert interval.high == pytest.approx(interval.mean + 1.96 * error, abs=0.1 * error)
     bases = [np.zeros(scores.shape[1]) + 0.25 for scores in sets]
     assert average_interval(sets, bases).mean == pytest.approx(interval.mean - 0.25)
+
+
+def test_a_mean_over_problems_is_that_of_scipys_bootstrap_and_one_problem_has_no_interval():
+    values = np.random.default_rng(3).lognormal(size=40)
+    interval = mean_interval(values)
+    oracle = stats.bootstrap((values,), np.mean, method="percentile", rng=np.random.default_rng(4)).confidence_interval
+    width = oracle.high - oracle.low
+    assert (interval.low, interval.high) == pytest.approx((oracle.low, oracle.high), abs=0.05 * width)
+    alone = mean_interval(values[:1])
+    assert (alone.mean, np.isnan(alone.low), np.isnan(alone.high)) == (values[0], True, True)
 
 
 def test_interval_of_a_ratio_is_that_of_all_resamples():

@@ -1,6 +1,8 @@
 """Runs side by side on one base: each does what it does alone, whatever becomes of the others."""
 
+import asyncio
 import threading
+import weakref
 
 import pytest
 import torch
@@ -9,7 +11,9 @@ from safetensors.torch import load_file
 from qerl.models.policy import Policy
 from qerl.rl.cohort import Meeting, train_cohort
 from qerl.rl.environments import Turn
+from qerl.rl.shares import train_in_turn
 from qerl.rl.train import Trainer, train_run
+from qerl.rl.update import Updater
 from qerl.rollout import factory
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import NotFiniteError, Request, SamplingParams
@@ -74,9 +78,9 @@ def test_the_engine_draws_for_all_what_it_draws_for_one(inputs, tmp_path, monkey
 
 
 class Game:
-    """Replies to each turn, or fails at the first."""
+    """Replies to each turn, or fails at the first: with a tool's error, or with that of a task that was cancelled."""
 
-    def __init__(self, fails=False):
+    def __init__(self, fails=""):
         self.fails = fails
 
     def reset(self, problem):
@@ -84,12 +88,20 @@ class Game:
 
     def step(self, text):
         if self.fails:
-            raise ConnectionError("the tool is down")
+            raise {"down": ConnectionError, "cancelled": asyncio.CancelledError}[self.fails]("the tool")
         return Turn([{"role": "tool", "content": "3"}], len(text))
 
 
-@pytest.mark.parametrize("sampler", ["eager", "engine"])
-def test_a_run_whose_environment_fails_leaves_and_the_others_go_on(inputs, tmp_path, monkeypatch, sampler):
+@pytest.mark.parametrize(
+    ("sampler", "fails", "error", "words"),
+    [
+        ("eager", "cancelled", ConfigError, r"^grpo: environment .* raised CancelledError\('the tool'\); raise"),
+        ("engine", "down", ConnectionError, r"^grpo: the tool"),
+    ],
+)
+def test_a_run_whose_environment_fails_leaves_and_the_others_go_on(
+    inputs, tmp_path, monkeypatch, sampler, fails, error, words
+):
     if sampler == "engine":
         monkeypatch.setattr(factory, "native_class", lambda *_: EngineSampler)
     monkeypatch.setattr(Policy, "stop_token_ids", [*range(2, 18)])  # of 102 tokens
@@ -99,13 +111,37 @@ def test_a_run_whose_environment_fails_leaves_and_the_others_go_on(inputs, tmp_p
         game = {"name": f"{__name__}:Game", "arguments": arguments}
         return jobs_of(inputs, tmp_path / folder, (name,), environment=game, rollout=rollout)[0]
 
-    jobs, alone = [job_of("grpo", "together", fails=True), job_of("dapo", "together")], job_of("dapo", "alone")
+    jobs, alone = [job_of("grpo", "together", fails=fails), job_of("dapo", "together")], job_of("dapo", "alone")
     train_run(alone)
-    with pytest.raises(ConnectionError, match=r"^grpo: the tool is down"):
+    with pytest.raises(error, match=words):
         train_cohort(jobs)
     assert not jobs[0].out.exists()
     assert all(row["environment_tokens"] > 0 for row in metrics(alone))
     assert_close(jobs[1], alone)
+
+
+@pytest.mark.parametrize("side_by_side", [True, False])
+def test_what_a_failed_run_had_in_memory_is_free_for_the_others(inputs, tmp_path, monkeypatch, side_by_side):
+    update, lost, alive = Updater.update, [], []
+
+    def update_or_fail(self, step, *rest):
+        if self.settings.seed == 1 and step == 2:
+            activations = torch.zeros(8)
+            lost.extend(map(weakref.ref, (activations, self.optimizer)))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        alive.append(sum(one() is not None for one in lost))
+        return update(self, step, *rest)
+
+    monkeypatch.setattr(Updater, "update", update_or_fail)
+    jobs, failures = jobs_of(inputs, tmp_path, ("grpo", "dapo")), []
+    if side_by_side:
+        with pytest.raises(torch.OutOfMemoryError, match="grpo: the update ran out of GPU memory"):
+            train_cohort(jobs)
+    else:
+        train_in_turn([[job] for job in jobs], failures)
+        assert isinstance(failures[0], torch.OutOfMemoryError)
+    assert lost
+    assert alive == [0] * 5
 
 
 @pytest.mark.parametrize(

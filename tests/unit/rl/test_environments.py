@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+import weakref
 from threading import Barrier, Event
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import AutoTokenizer
 
 from qerl.data.prompts import reply_text
 from qerl.data.records import DataError
+from qerl.host.gpus import free_memory
 from qerl.host.imports import check_environment
 from qerl.results.schema import RolloutRow, read_rows
 from qerl.rl import environments
@@ -208,6 +210,16 @@ def test_errors_name_class_problem_and_turn(checkpoints, tmp_path, environment, 
     assert told in said
     assert f"environment {environment['name']} for problem " in said
     assert "in turn 1" in said
+
+
+def test_an_environment_that_hangs_keeps_no_policy_in_memory(checkpoints, tmp_path):
+    made = run_of(checkpoints, tmp_path, {"name": f"{__name__}:Unready", "timeout": 0.05})
+    lm = weakref.ref(made.policy.lm)
+    with pytest.raises(ConfigError) as raised:
+        made.collector.collect(1, 0)
+    del made
+    free_memory(raised.value)
+    assert lm() is None
 
 
 def test_what_an_environment_changes_in_its_problem_is_changed_for_no_other(checkpoints, tmp_path):

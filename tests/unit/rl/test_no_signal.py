@@ -13,6 +13,7 @@ from qerl.rl.train import PATIENCE, NoSignalError, Watch, report
 from qerl.settings.base import parse
 from qerl.settings.data import AnswerForm, RecordFormat
 from qerl.settings.run import RunSettings
+from tests.unit.rl.tiny_trainer import kill_at, trainer
 
 PROBLEM = Problem("1", "9 and 9?", None, "18")
 TASK = Task([PROBLEM], "gsm8k", "Be brief.")
@@ -92,6 +93,24 @@ def test_a_run_can_be_told_to_stop():
     watch = Watch(settings(on_no_signal="stop"), TASK)
     with pytest.raises(NoSignalError, match="no completion states an answer"):
         watch.observe(1, rollout(BOXED, BOXED), writes=False)
+
+
+def nothing(answer, problem):
+    return 0.0
+
+
+@pytest.mark.parametrize("killed", [2, 3])
+def test_a_run_that_was_killed_stops_where_it_would_have_stopped(checkpoints, tmp_path, monkeypatch, killed):
+    changes = {"weights": "bf16", "on_no_signal": "stop", "checkpoint_every": 1, "steps": 9}
+    changes["reward"] = {"functions": {"own": f"{__name__}:nothing"}}
+    kill_at(killed, trainer(checkpoints, tmp_path, **changes), monkeypatch)
+    with pytest.raises(NoSignalError, match=f"^step {PATIENCE}: "):
+        trainer(checkpoints, tmp_path, **changes).run()
+
+
+def test_a_first_step_after_a_kill_need_not_state_an_answer():
+    watch = Watch(settings(on_no_signal="stop"), TASK, [rollout(RIGHT, WRONG).metrics])
+    watch.observe(2, rollout(BOXED, BOXED))
 
 
 @pytest.mark.parametrize(("equal", "level"), [(1.0, logging.WARNING), (0.5, logging.INFO)])

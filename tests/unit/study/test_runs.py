@@ -92,6 +92,14 @@ def test_a_failed_run_keeps_its_reason_and_has_no_outcome(tmp_path):
     assert (len(made.outcomes), len(made.steps)) == (0, 3)
 
 
+def test_a_run_that_lacks_steps_is_refused(tmp_path):
+    paths = store_run(tmp_path, 0)
+    file = paths[0].with_name("metrics.jsonl")
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:2]))
+    with pytest.raises(ResultError, match=r"metrics\.jsonl has 2 steps, and .*run\.json tells of 3; copy both again"):
+        gathered(job(tmp_path, paths))
+
+
 def test_only_finished_runs_are_taken_if_so_asked(tmp_path):
     done = store_run(tmp_path, 0)
     trained, _ = store_run(tmp_path, 1)
@@ -196,6 +204,14 @@ def test_runs_on_different_problems_are_no_pair(problems):
     other = outcomes(*counted({("b", "m", 0): (1, 2, 3)}, problems=problems), k=1)
     with pytest.raises(ResultError, match="different problems"):
         differences(pd.concat([one, other]), "a", "b")
+
+
+def test_a_missing_number_is_no_difference():
+    """Its p value would be the smallest of all, and Holm's correction would take it from the others."""
+    frame = outcomes(*counted({("a", "m", 0): (1, 2, 3), ("b", "m", 0): (1, 2, 3)}), k=1)
+    frame.loc[4, "value"] = np.nan
+    with pytest.raises(ResultError, match="a or b lacks the measure on some problem from m with seed 0"):
+        differences(frame, "a", "b")
 
 
 def test_means_over_steps_are_of_runs_that_ended_well():

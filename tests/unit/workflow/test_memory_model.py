@@ -1,5 +1,6 @@
 """The memory model against measured peaks of GRPO steps on an H200 and an H100, from 1.5B to 32B, and of mixtures."""
 
+import json
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from qerl.checkpoints.shapes import ModelShape, shape_of
 from qerl.doctor import candidate, diagnose
@@ -33,7 +35,7 @@ from qerl.rl.passes import saved_for_backward
 from qerl.rollout.decoder import Decoder
 from qerl.settings.run import AdapterSettings, NativeSettings
 from tests.families import FAMILIES
-from tests.tiny import tiny_family, tiny_gpt_oss
+from tests.tiny import tiny_decoder, tiny_family, tiny_gpt_oss
 
 #: Bytes of a GPU's memory, as PyTorch reports them.
 MEMORY = {"h200": 139.8 * 2**30, "h100": 79.1 * 2**30}
@@ -182,6 +184,16 @@ def test_runs_side_by_side_share_the_base_and_nothing_else():
     assert 0 < most < 64
     fits = [step_memory(SEVEN, replace(ASKED, runs=n), 24e9).verdict == "fits" for n in (most, most + 1)]
     assert fits == [True, False]
+
+
+def test_a_head_that_config_json_does_not_say_is_tied_counts_once(tmp_path):
+    """Gemma's files leave it to transformers' class."""
+    folder = tiny_decoder(tmp_path, "gemma", head_dim=16)
+    config = json.loads((folder / "config.json").read_text())
+    del config["tie_word_embeddings"]
+    (folder / "config.json").write_text(json.dumps(config))
+    numbers = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters())
+    assert weight_bytes(candidate(str(folder), "bf16").shape, "bf16") == 2 * numbers + 2 * 4 * 64 - 2 * 64
 
 
 # The memory model of adapters of experts against a policy's own tensors.
