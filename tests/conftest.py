@@ -33,6 +33,8 @@ MODULES, MANY = pytest.StashKey[int](), 50
 # `make test ARGS=...` hands its options to each make that a test starts, by both.
 for _name in ("MAKEFLAGS", "ARGS"):
     os.environ.pop(_name, None)
+# Stamps of results have this commit: no test asks git for one, nor depends on the state of the checkout.
+os.environ["QERL_COMMIT"] = "test"
 # What hypothesis looks up in the sources is kept out of the working tree.
 set_hypothesis_home_dir(Path(tempfile.gettempdir()) / f"hypothesis-{os.getuid()}")
 # Times on a busy machine say nothing of an example; the whole test has pytest's limit.

@@ -57,6 +57,17 @@ def train_job(settings: RunSettings, checkpoint: Path, data: Path, work: Path, o
     return TrainJob(settings=settings, **{**values, **paths, **changes})
 
 
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    """The metrics of a run's folder, one mapping a step."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def untimed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Metrics without those that differ from one time to the next."""
+    timing = ("seconds/", "tokens_per_second/", "memory_bytes")
+    return [{key: value for key, value in row.items() if not key.startswith(timing)} for row in rows]
+
+
 def part_of(out: Path, work: Workload, points: Sequence[Any] = (None,), settings: Any = None) -> PointPart:
     """The part of a job of the speed grid that writes the file `out`."""
     return PointPart(file=out.name, work=work, points=list(points), settings=settings)

@@ -28,8 +28,7 @@ def write_walk(folder: Path, size: str, shard_bytes: int = SHARD_BYTES) -> None:
 
 
 def main(
-    folder: Path,
-    size: Annotated[str, typer.Option(help="A key of qerl.checkpoints.shapes.QWEN.")] = "1.5B",
+    folder: Path, size: Annotated[str, typer.Option(help="A key of qerl.checkpoints.shapes.QWEN.")] = "1.5B"
 ) -> None:
     """Write the checkpoint and the data sets of config/walk.yaml."""
     write_walk(folder, size)

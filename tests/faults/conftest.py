@@ -1,6 +1,5 @@
 """A tiny run from files to files, and several ways to end its process."""
 
-import json
 import os
 import shutil
 import sys
@@ -17,7 +16,7 @@ from qerl.cli.workflow import run_job
 from qerl.settings.base import parse
 from qerl.settings.run import RunSettings
 from tests import jobs
-from tests.jobs import train_job, write_inputs
+from tests.jobs import metrics_of, train_job, write_inputs
 
 SETTINGS = {**jobs.SETTINGS, "reward": {"functions": {"own": "fault_reward:letters"}}}
 #: Random completions differ in it.
@@ -36,7 +35,7 @@ class Run:
         sys.modules.pop("fault_reward", None)
         out = Path(f"{self.out}{name}")
         run_job(train_job(settings, self.base, self.data, Path(f"{self.work}{name}"), out, id="r", **row))
-        return read_rows(out / "metrics.jsonl")
+        return metrics_of(out)
 
     def reward(self, text: str) -> None:
         (self.folder / "fault_reward.py").write_text(text)
@@ -46,43 +45,30 @@ class Run:
         return sorted(self.work.glob("*/step-*.pt"))
 
 
-def read_rows(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-def untimed(rows: list[dict]) -> list[dict]:
-    timing = ("seconds/", "tokens_per_second/", "memory_bytes")
-    return [{key: value for key, value in row.items() if not key.startswith(timing)} for row in rows]
-
-
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory) -> Path:
     return write_inputs(tmp_path_factory.mktemp("inputs"), num_hidden_layers=1)
 
 
-@pytest.fixture
-def run(tmp_path, inputs, monkeypatch) -> Run:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("QERL_COMMIT", "test")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    shutil.copytree(inputs, tmp_path, dirs_exist_ok=True)
-    made = Run(tmp_path)
+def prepared(folder: Path, inputs: Path, patch: pytest.MonkeyPatch) -> Run:
+    patch.chdir(folder)
+    patch.syspath_prepend(str(folder))
+    shutil.copytree(inputs, folder, dirs_exist_ok=True)
+    made = Run(folder)
     made.reward(REWARD)
     return made
+
+
+@pytest.fixture
+def run(tmp_path, inputs, monkeypatch) -> Run:
+    return prepared(tmp_path, inputs, monkeypatch)
 
 
 @pytest.fixture(scope="session")
 def whole(inputs, tmp_path_factory) -> list[dict]:
     """The metrics of an undisturbed run."""
     with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("whole")
-        patch.chdir(folder)
-        patch.setenv("QERL_COMMIT", "test")
-        patch.syspath_prepend(str(folder))
-        shutil.copytree(inputs, folder, dirs_exist_ok=True)
-        made = Run(folder)
-        made.reward(REWARD)
-        rows = made.train()
+        rows = prepared(tmp_path_factory.mktemp("whole"), inputs, patch).train()
         assert any(row["grad_norm"] > 0 for row in rows), "its steps are all alike"
         return rows
 

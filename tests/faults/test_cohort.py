@@ -20,9 +20,9 @@ from qerl.rollout import factory
 from qerl.rollout.engine import EngineSampler
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RunSettings
-from tests.faults.conftest import REWARD, SETTINGS, forked, read_rows, untimed
+from tests.faults.conftest import REWARD, SETTINGS, forked
 from tests.faults.test_files import CUT, cut_before
-from tests.jobs import train_job
+from tests.jobs import metrics_of, train_job, untimed
 
 pytestmark = pytest.mark.slow
 #: Runs of different lengths.
@@ -62,7 +62,6 @@ def train_alone(folder, make):
     """Train each of the jobs that `make` makes in the folder, by itself. Returns them by name."""
     (folder / "fault_reward.py").write_text(REWARD)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QERL_COMMIT", "test")
         patch.syspath_prepend(str(folder))
         made = make(folder)
         for job in made:
@@ -71,20 +70,18 @@ def train_alone(folder, make):
 
 
 def trained(job):
-    return {str(file): load_file(file) for file in sorted((job.out / "policy").rglob("*.safetensors"))}.values()
+    return [load_file(file) for file in sorted((job.out / "policy").rglob("*.safetensors"))]
 
 
 def assert_same(job, other):
     """To the bit, in metrics and in weights."""
-    assert untimed(read_rows(job.out / "metrics.jsonl")) == untimed(read_rows(other.out / "metrics.jsonl"))
-    for tensors, others in zip(trained(job), trained(other), strict=True):
-        assert tensors.keys() == others.keys()
-        assert all(torch.equal(tensor, others[name]) for name, tensor in tensors.items())
+    assert untimed(metrics_of(job.out)) == untimed(metrics_of(other.out))
+    torch.testing.assert_close(trained(job), trained(other), rtol=0, atol=0)
 
 
 def assert_close(job, other):
     """As the engine rounds, which decodes other batches after a kill."""
-    rows, others = (untimed(read_rows(one.out / "metrics.jsonl")) for one in (job, other))
+    rows, others = (untimed(metrics_of(one.out)) for one in (job, other))
     for row, expected in zip(rows, others, strict=True):
         assert row == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
@@ -154,11 +151,11 @@ def test_a_cohort_continues_what_runs_alone_have_begun(jobs, alone):
     together = jobs("together")
     for job, name in zip(together, ("step-000001.pt", "step-000004.pt", "step-000005.pt"), strict=True):
         assert forked(lambda job=job, name=name: (cut_before(name, job.work), train_run(job))) == CUT
-    before = read_rows(next(together[2].work.glob("*/metrics.jsonl")))
+    before = metrics_of(next(together[2].work.glob("*/metrics.jsonl")).parent)
     train_cohort(together)
     for job in together:
         assert_same(job, alone[job.id])
-    assert read_rows(together[2].out / "metrics.jsonl")[:4] == before[:4]  # with their seconds: not done again
+    assert metrics_of(together[2].out)[:4] == before[:4]  # with their seconds: not done again
 
 
 def test_a_run_whose_state_is_half_removed_is_not_continued_from_the_rest(jobs, alone):

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from qerl.settings.workflow import merged
-from tests.jobs import processes_of, shells_of
+from tests.jobs import metrics_of, processes_of, shells_of
 from tests.tiny import tiny_qwen2, write_template
 from tests.workflow.conftest import CORES, Tree, copy_tree
 
@@ -97,9 +97,9 @@ def test_snakemake_is_killed_while_it_trains(tree):
     os.kill(orphan, signal.SIGKILL)  # which nobody answers by another try: it would be in the way of the next Snakemake
     wait_for(lambda: not processes_of("train", tree.folder.resolve()))
     (tree.folder / "waits").unlink()
-    before = json.loads(checkpoints[0].with_name("metrics.jsonl").read_text().splitlines()[0])
+    before = metrics_of(checkpoints[0].parent)[0]
     tree.snakemake(*ARGUMENTS)
-    rows = [json.loads(line) for line in (tree.folder / RUN / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(tree.folder / RUN)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert rows[0] == before  # with its seconds: the step was not done again
     assert tree.planned(*ARGUMENTS) == {}

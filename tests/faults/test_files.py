@@ -28,8 +28,8 @@ from qerl.settings.base import ConfigError, parse
 from qerl.settings.data import DatasetSettings
 from qerl.settings.run import RunSettings
 from qerl.workflow import run_folder
-from tests.faults.conftest import forked, ordinary_user, read_rows, untimed
-from tests.jobs import train_job
+from tests.faults.conftest import forked, ordinary_user
+from tests.jobs import metrics_of, train_job, untimed
 
 CPU = torch.device("cpu")
 CUT = 77
@@ -59,7 +59,7 @@ def test_a_power_cut_between_write_and_rename_loses_nothing(run, whole, name):
     assert forked(train) == CUT
     assert not list(run.folder.glob(f"[wo]*/**/{name}"))
     kept = {"metrics.jsonl": 0, "step-000002.pt": 1, "run.json": 3}[name]
-    done = [row for file in run.work.glob("*/metrics.jsonl") for row in read_rows(file)][:kept]
+    done = [row for file in run.work.glob("*/metrics.jsonl") for row in metrics_of(file.parent)][:kept]
     assert len(done) == kept
     rows = run.train()
     assert untimed(rows) == untimed(whole)

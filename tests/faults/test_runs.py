@@ -1,6 +1,5 @@
 """Numbers that diverge, inputs that change under a run, clocks, a reward that hangs, two processes of one run."""
 
-import json
 import os
 import shutil
 import signal
@@ -16,8 +15,9 @@ from qerl.rl.update import DivergedError
 from qerl.rollout.sampler import NotFiniteError
 from qerl.settings.base import ConfigError
 from qerl.settings.data import DatasetSettings, Generated
-from tests.faults.conftest import forked, read_rows, untimed
+from tests.faults.conftest import forked
 from tests.faults.test_files import CUT, cut_before
+from tests.jobs import metrics_of, untimed
 from tests.tiny import tiny_qwen2
 
 ROOT = Path(__file__).parents[2]
@@ -66,14 +66,14 @@ def test_a_killed_run_does_not_continue_with_another_base_or_other_problems(run,
 
 def test_a_copy_of_base_and_problems_is_the_same_run(run, whole):
     assert forked(lambda: (cut_before("step-000003.pt"), run.train())) == CUT
-    before = [file.read_text() for file in run.work.glob("*/metrics.jsonl")]
+    before = metrics_of(next(run.work.glob("*/metrics.jsonl")).parent)
     for folder in (run.base, run.data):
         shutil.copytree(folder, f"{folder}-copy")  # with other times
         shutil.rmtree(folder)
         Path(f"{folder}-copy").rename(folder)
     rows = run.train()
     assert untimed(rows) == untimed(whole)
-    assert rows[0] == json.loads(before[0].splitlines()[0])  # with its seconds: not done again
+    assert rows[0] == before[0]  # with its seconds: not done again
 
 
 # --- clocks ----------------------------------------------------------------------------------------------------------
@@ -83,8 +83,7 @@ def test_the_newest_checkpoint_has_the_last_step_whatever_the_file_times(run, wh
     assert forked(lambda: (cut_before("run.json"), run.train())) == CUT
     newer = run.checkpoints[-1]
     os.utime(newer, (0, 0))
-    with newer.with_name("metrics.jsonl").open() as file:
-        before = [json.loads(line) for line in file]
+    before = metrics_of(newer.parent)
     rows = run.train()
     assert rows[:3] == before[:3]
     assert untimed(rows) == untimed(whole)
@@ -127,7 +126,7 @@ def test_with_a_higher_limit_the_run_continues(run, limited):
     with pytest.raises(ConfigError, match="then the run goes on from its last checkpoint"):
         run.train(limited(2.0))
     [metrics] = run.work.glob("*/metrics.jsonl")
-    done = read_rows(metrics)
+    done = metrics_of(metrics.parent)
     Path("stuck").unlink()
     rows = run.train(limited(30.0))
     assert len(done) == 2

@@ -12,10 +12,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from qerl.models.export import write_dense
+from qerl.models.policy import with_adapter
 from qerl.rl.noise import standard_normal
 from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch
 from qerl.rollout.eager import EagerSampler
 from qerl.rollout.sampler import SamplingParams
+from qerl.settings.run import AdapterSettings
 from tests.conftest import in_nightly
 from tests.families import FAMILIES
 
@@ -45,6 +47,19 @@ def perturbed(policy, scale=0.05, seed=1, chosen=lambda name: True):
         if chosen(name):
             parameter.data += scale * torch.randn(parameter.shape, generator=generator).to(parameter.device)
     return policy
+
+
+def adapted(base, folder=None, scale=0.05, **adapter):
+    """A policy in float32 whose trained tensors have all changed, saved to `folder` if there is one."""
+    policy = perturbed(with_adapter(base, AdapterSettings(**{"rank": 4, **adapter}), "float32", 0, CPU), scale)
+    if folder:
+        policy.save(folder)
+    return policy
+
+
+def layers_of(policy):
+    """The last names of the layers with an adapter."""
+    return {name.partition(".lora_")[0].rpartition(".")[2] for name, _ in policy.trainable() if ".lora_" in name}
 
 
 def dense(bases, name):

@@ -25,6 +25,7 @@ from qerl.models.quantize import (
 from qerl.settings.data import DatasetSettings, Generated
 from qerl.settings.models import CalibrationSettings
 from tests.conftest import NIGHTLY
+from tests.parity.test_codec_parity import assert_bits_equal
 from tests.tiny import tiny_llama, tiny_qwen2, tiny_qwen3, write_template
 
 BUILDERS = {"qwen2": tiny_qwen2, "qwen3": tiny_qwen3} | ({"llama": tiny_llama} if NIGHTLY else {})
@@ -102,10 +103,7 @@ def test_checkpoint_equals_that_of_the_librarys_own_run(checkpoints, data, tmp_p
     recipe = [_modifier(), QuantizationModifier(targets="Linear", scheme="NVFP4A16", ignore=["lm_head"])]
     oneshot(model=model, recipe=recipe, dataset=DataLoader(rows, batch_size=None)).save_pretrained(tmp_path)
     expected, found = load_file(tmp_path / "model.safetensors"), load_file(folder / "awq" / "model.safetensors")
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
-        assert tensor.dtype == expected[name].dtype
-        assert torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8)), name
+    assert_bits_equal(found, expected)
 
 
 # --- texts and report

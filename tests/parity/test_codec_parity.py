@@ -17,14 +17,15 @@ LIBRARY = {
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def bits(tensor):
-    """The tensor as bytes, so that signed zeros, infinities and NaNs compare exactly."""
-    return tensor.contiguous().flatten().view(torch.uint8)
-
-
 def assert_bits_equal(found, expected):
-    assert found.dtype == expected.dtype
-    assert torch.equal(bits(found), bits(expected))
+    """Tensors, or mappings of them, are equal as bytes, so that signed zeros, infinities and NaNs compare exactly."""
+    if isinstance(found, torch.Tensor):
+        found, expected = {"tensor": found}, {"tensor": expected}
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == expected[name].dtype, name
+        ours, theirs = (x.contiguous().flatten().view(torch.uint8) for x in (tensor, expected[name]))
+        assert torch.equal(ours, theirs), name
 
 
 def weights(dtype):
@@ -83,9 +84,7 @@ def test_fp4_equals_compressed_tensors(weights_format, dtype, name):
     weight = weights(dtype)[name]
     expected, dense = library_fp4(weight, weights_format)
     packed = quantize(weight, weights_format)
-    assert packed.tensors.keys() == expected.keys()
-    for key, tensor in packed.tensors.items():
-        assert_bits_equal(tensor, expected[key])
+    assert_bits_equal(packed.tensors, expected)
     assert_bits_equal(dequantize(packed, torch.bfloat16), dense)
     # The float32 weight is the one that the library rounds to bfloat16.
     assert_bits_equal(dequantize(packed, torch.float32).bfloat16(), dense)

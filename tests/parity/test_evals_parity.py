@@ -83,10 +83,8 @@ MATH = {
 }
 AIME = {
     True: [
-        *(
-            *("\\boxed{204}", "\\boxed{0204}", "Therefore, the final answer is: $\\boxed{204}$. I hope it is correct"),
-            "204",
-        ),
+        *("\\boxed{204}", "\\boxed{0204}", "Therefore, the final answer is: $\\boxed{204}$. I hope it is correct"),
+        "204",
     ],
     False: ["\\boxed{2}", "\\boxed{205}", "\\boxed{204} or \\boxed{7}", "two hundred and four"],
 }
@@ -133,9 +131,7 @@ def graded_texts(record_format, form):
 #: Right for the reward and not for the harness, as docs/evaluation.md says: numbers spelled unlike the record's, which
 #: lm-eval compares as text, and a point within the box.
 REWARDED_ONLY = {
-    ("gsm8k", "native"): [
-        *("#### 18.0", "#### 1800", "#### .5", "#### 0018"),
-    ],
+    ("gsm8k", "native"): ["#### 18.0", "#### 1800", "#### .5", "#### 0018"],
     ("gsm8k", "tags"): [
         "<think>9*2</think>\n<answer>$1,800.50</answer>",
         *map(tags, ["-$18.00", "$1,800.00", ".5", "18.00", "018"]),

@@ -38,6 +38,7 @@ from tests.parity.family_models import (
     PACKED,
     PROMPTS,
     TOKENS,
+    adapted,
     add_noise,
     assert_drawn_by,
     assert_updated_as,
@@ -45,7 +46,7 @@ from tests.parity.family_models import (
     draw,
     families,
     forced,
-    perturbed,
+    layers_of,
     some_families,
     stock,
     unpacked,
@@ -110,8 +111,7 @@ def test_the_samplers_logprobs_are_those_of_transformers(bases, name):
 )
 def test_the_engine_draws_as_peft_does_on_the_unpacked_base_with_noise(bases, tmp_path, name, weights):
     """Packed weights, an adapter on all layers, trained norms and noise, together."""
-    policy = perturbed(with_adapter(bases / name / weights, AdapterSettings(rank=4), "float32", 0, CPU))
-    policy.save(tmp_path / "adapter")
+    policy = adapted(bases / name / weights, tmp_path / "adapter")
     peft = with_peft(unpacked(bases / name / weights, tmp_path, name), tmp_path / "adapter")
     add_noise(peft, NORMS[name])
     with Noise(policy.lm, NoiseSettings(schedule="constant", sigma_start=0.1), seed=3).at(2, 10):
@@ -124,10 +124,8 @@ def test_updates_and_the_saved_adapter_are_those_of_peft_on_the_unpacked_base(ba
     """Log-probabilities, and the gradient of every trained tensor, by the names that PEFT gives them."""
     tolerance = TOLERANCE.get(name, 1e-5)
     base = dense(bases, name) if name == "gpt_oss" else bases / name / "nvfp4"
-    policy = perturbed(with_adapter(base, AdapterSettings(rank=4), "float32", 0, CPU))
-    trained = {part.partition(".lora_")[0].rpartition(".")[2] for part, _ in policy.trainable() if ".lora_" in part}
-    assert trained == ADAPTED.get(name, SEVEN)
-    policy.save(tmp_path / "adapter")
+    policy = adapted(base, tmp_path / "adapter")
+    assert layers_of(policy) == ADAPTED.get(name, SEVEN)
     peft = with_peft(unpacked(base, tmp_path, name), tmp_path / "adapter", is_trainable=True)
     with torch.no_grad():
         torch.testing.assert_close(policy.lm(TOKENS).logits, peft(TOKENS).logits, rtol=1e-4, atol=tolerance)
@@ -202,10 +200,8 @@ def test_packed_delta_nets_load_in_transformers(packed_nets, weights):
 def test_samplers_and_updates_on_packed_delta_nets_are_those_of_peft(packed_nets, tmp_path, name, weights):
     """Against stock transformers on the unpacked base; adapters are on the same layers as with dense delta nets."""
     base = packed_nets[name, weights]
-    policy = perturbed(with_adapter(base, AdapterSettings(rank=4), "float32", 0, CPU))
-    trained = {part.partition(".lora_")[0].rpartition(".")[2] for part, _ in policy.trainable() if ".lora_" in part}
-    assert trained == ADAPTED[name]
-    policy.save(tmp_path / "adapter")
+    policy = adapted(base, tmp_path / "adapter")
+    assert layers_of(policy) == ADAPTED[name]
     peft = with_peft(unpacked(base, tmp_path, name), tmp_path / "adapter")
     refused = refused_by_engine(policy.lm.config, weights) is not None  # experts in NF4
     engine = partial(EngineSampler, settings=NativeSettings())
@@ -219,8 +215,7 @@ def test_samplers_and_updates_on_packed_delta_nets_are_those_of_peft(packed_nets
 
 
 def test_a_merged_base_with_packed_delta_nets_packs_them_again(packed_nets, tmp_path):
-    policy = perturbed(with_adapter(packed_nets["qwen3_5", "nvfp4"], AdapterSettings(rank=2), "float32", 0, CPU))
-    policy.save(tmp_path / "adapter")
+    adapted(packed_nets["qwen3_5", "nvfp4"], tmp_path / "adapter", rank=2)
     merge(packed_nets["qwen3_5", "nvfp4"], tmp_path / "adapter", tmp_path / "merged", "nvfp4")
     assert has_packed_delta_nets(tmp_path / "merged")
 
@@ -239,8 +234,7 @@ def test_delta_nets_are_packed_where_there_are_some_and_by_rounding_to_nearest(b
 def test_a_policy_of_mixtral_is_written_by_the_names_of_its_files(bases, tmp_path):
     """Exported, merged and trained in full, as stock transformers and PEFT read it."""
     base = bases / "mixtral/bf16"
-    policy = perturbed(with_adapter(base, AdapterSettings(rank=2), "float32", 0, CPU))
-    policy.save(tmp_path / "adapter")
+    policy = adapted(base, tmp_path / "adapter", rank=2)
     export(base, tmp_path / "adapter", tmp_path / "out")
     write_merged(bases / "mixtral/nvfp4", tmp_path / "adapter", tmp_path / "merged", torch.float32)
     trained_in_full(base, "float32", CPU).save(tmp_path / "full")
@@ -264,8 +258,7 @@ def test_a_policy_of_mixtral_is_written_by_the_names_of_its_files(bases, tmp_pat
 
 def test_experts_of_gpt_oss_are_exported_as_published_and_neither_merged_nor_read_dense(bases, tmp_path):
     base = dense(bases, "gpt_oss")
-    policy = perturbed(with_adapter(base, AdapterSettings(rank=2), "float32", 0, CPU))
-    policy.save(tmp_path / "adapter")
+    policy = adapted(base, tmp_path / "adapter", rank=2)
     export(base, tmp_path / "adapter", tmp_path / "out")
     with torch.no_grad():
         found = with_peft(tmp_path / "out/base", tmp_path / "out/adapter")(TOKENS).logits
@@ -281,8 +274,7 @@ def test_targets_of_a_fused_layer_are_all_of_its_parts(bases):
     def made(*targets):
         return with_adapter(bases / "phi3/bf16", AdapterSettings(rank=2, targets=targets), "float32", 0, CPU)
 
-    parts = [part for part, _ in made("q_proj", "k_proj", "v_proj").trainable() if ".lora_" in part]
-    assert {part.partition(".lora_")[0].rpartition(".")[2] for part in parts} == {"qkv_proj"}
+    assert layers_of(made("q_proj", "k_proj", "v_proj")) == {"qkv_proj"}
     with pytest.raises(ConfigError, match="up_proj without gate_proj, and the model has both in gate_up_proj"):
         made("up_proj")
 
@@ -319,8 +311,7 @@ def test_an_evaluation_scores_the_answers_of_peft_on_the_unpacked_base(bases, pr
     monkeypatch.setattr("qerl.evals.harness.verdict", lambda text, *_: "right" if odd(text) else "wrong")
     base = dense(bases, name) if name == "gpt_oss" else bases / name / "nvfp4"
     write_template(base)
-    policy = perturbed(with_adapter(base, AdapterSettings(rank=4), "float32", 0, CPU))
-    policy.save(tmp_path / "adapter")
+    adapted(base, tmp_path / "adapter")
     peft = with_peft(unpacked(base, tmp_path, name), tmp_path / "adapter")
     tokenizer, expected = AutoTokenizer.from_pretrained(base), []
     for problem in read_split(problems, "test"):

@@ -16,7 +16,7 @@ from qerl.rollout.sampler import SamplingParams
 from qerl.settings.base import ConfigError
 from qerl.settings.run import AdapterSettings, NativeSettings, NoiseSettings
 from tests.conftest import in_nightly
-from tests.parity.family_models import CPU, PROMPTS, TOKENS, assert_drawn_by, draw, exact, forced, perturbed, updated
+from tests.parity.family_models import CPU, PROMPTS, TOKENS, adapted, assert_drawn_by, draw, exact, forced, updated
 from tests.tiny import edit_config, tiny_decoder, tiny_family
 
 LATENT = {"kv_lora_rank": 32, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
@@ -75,8 +75,7 @@ def written(folder, kind):
 def test_samples_updates_and_gradients_are_those_of_transformers_and_peft(tmp_path, kind):
     """Groups share their prompt in the packed row, and completions of one token have no piece of it."""
     base, norms = written(tmp_path / "base", kind)
-    policy = perturbed(with_adapter(base, AdapterSettings(rank=2, train_norms=norms), "float32", 0, CPU))
-    policy.save(tmp_path / "adapter")
+    policy = adapted(base, tmp_path / "adapter", rank=2, train_norms=norms)
     # transformers' SDPA, its default, has no cap of scores, and its grouped products of experts no float64.
     eager = {"experts_implementation": "eager"}
     eager |= {"attn_implementation": "eager"} if "attn_logit_softcapping" in MODELS[kind][0] else {}
@@ -165,7 +164,7 @@ def test_a_model_without_such_norms_trains_without_them_and_refuses_noise(tmp_pa
     tiny_family(tmp_path, "qwen2", model_type=kind, bos_token_id=0)
     with pytest.raises(ConfigError, match=r"set adapter\.train_norms=false"):
         with_adapter(tmp_path, AdapterSettings(rank=2), "float32", 0, CPU)
-    policy = perturbed(with_adapter(tmp_path, AdapterSettings(rank=2, train_norms=False), "float32", 0, CPU))
+    policy = adapted(tmp_path, rank=2, train_norms=False)
     with pytest.raises(ConfigError, match=r"set noise\.schedule=off"):
         Noise(policy.lm, NoiseSettings(schedule="constant"), seed=0)
     samples = draw(policy, 6)

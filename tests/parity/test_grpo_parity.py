@@ -174,9 +174,9 @@ def test_loss_and_gradient_equal_trl(trainer, checkpoint, loss_name, kl, max_tok
     loss, counts = our_loss(Policy(ours, None), samples, inputs, sampled, settings, max_tokens)
     assert abs(theirs.item()) > 1e-4
     torch.testing.assert_close(loss, theirs.detach(), atol=1e-6, rtol=0)
-    for (name, mine), other in zip(ours.named_parameters(), trainer.model.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad, atol=1e-6, rtol=1e-4, msg=name)
-    logged = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+    gradients = [{name: p.grad for name, p in model.named_parameters()} for model in (ours, trainer.model)]
+    torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-4)
+    logged = logged_by(trainer)
     low, high, ratios = counts.tolist()
     if loss_name in ("cispo", "sapo"):  # of which TRL logs the clipped weights alone, or nothing
         assert (low, high / ratios) == (0, pytest.approx(logged.get("cispo_clip_ratio", 0), abs=1e-6))
@@ -252,37 +252,53 @@ class Fixed:
         ]
 
 
-def trl_step(checkpoint, folder, loss_name, mask_truncated, completions=COMPLETIONS):
-    """TRL's loss, gradients and logged figures."""
+def trl_of_questions(checkpoint, folder, loss_name, reward, completions=COMPLETIONS, **arguments):
+    """TRL's trainer, its inputs of a step that answers `QUESTIONS` with the completions, and what it has logged."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
 
     def rollout(prompts, trainer):
         ids = [ids for group in completions for ids in group]
-        given = {
-            "prompt_ids": [tokenizer(prompt)["input_ids"] for prompt in prompts],
-            "completion_ids": ids,
-            "logprobs": [[-1.0] * len(row) for row in ids],
-        }
+        prompt_ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+        given = {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": [[-1.0] * len(row) for row in ids]}
         masks = [[all(i not in r for r in REPLIES.get(tuple(row), ())) for i in range(len(row))] for row in ids]
         return given | ({"env_mask": [[*map(int, mask)] for mask in masks]} if completions is CONVERSATIONS else {})
 
-    trainer = trl_trainer(
+    arguments |= {"rollout_func": rollout, "max_completion_length": MOST}
+    trainer = trl_trainer(checkpoint, folder, loss_name, reward, QUESTIONS, **arguments)
+    inputs = trainer._generate_and_score_completions([{"prompt": QUESTIONS[i // 4]} for i in range(8)])
+    return trainer, inputs
+
+
+def logged_by(trainer):
+    return {name: values[-1] for name, values in trainer._metrics["train"].items()}
+
+
+def trl_step(checkpoint, folder, loss_name, mask_truncated, completions=COMPLETIONS):
+    """TRL's loss, gradients and logged figures."""
+    trainer, inputs = trl_of_questions(
         checkpoint,
         folder,
         loss_name,
         lambda completions, **_: [reward(text) for text in completions],
-        QUESTIONS,
-        rollout_func=rollout,
+        completions,
         scale_rewards=loss_name != "dr_grpo",  # whose default it is here
         beta=0.0,
         mask_truncated_completions=mask_truncated,
-        max_completion_length=MOST,
     )
-    inputs = trainer._generate_and_score_completions([{"prompt": QUESTIONS[i // 4]} for i in range(8)])
     loss = trainer._compute_loss(trainer.model, inputs)
     loss.backward()
-    logged = {name: values[-1] for name, values in trainer._metrics["train"].items()}
-    return loss.item(), {name: p.grad for name, p in trainer.model.named_parameters()}, logged
+    return loss.item(), {name: p.grad for name, p in trainer.model.named_parameters()}, logged_by(trainer)
+
+
+def collected(checkpoint, monkeypatch, completions=COMPLETIONS, **values):
+    """The settings of a run that is trained in full, its policy, and its rollout of the completions."""
+    rollout = {"prompts": 2, "group_size": 4, "sampling": {"max_tokens": MOST}}
+    fixed = {"model": "m", "dataset": "d", "weights": "bf16", "method": "full", "rollout": rollout}
+    settings = parse(RunSettings, {**fixed, **values}, "test")
+    monkeypatch.setattr("qerl.rl.rollouts.problem_index", lambda count, seed, position: position)
+    policy = trained_in_full(checkpoint, "float32", CPU)
+    task = Task([Problem(str(i), question, None, "0") for i, question in enumerate(QUESTIONS)], "gsm8k", "")
+    return settings, policy, Collector(settings, policy, Fixed(completions), task).collect(1, 0)
 
 
 @pytest.mark.parametrize(
@@ -312,28 +328,19 @@ def test_a_step_of_another_family_equals_trl(tmp_path, monkeypatch, family):
 def compare(checkpoint, tmp_path, monkeypatch, loss_name, mask_truncated, completions=COMPLETIONS):
     """Compare a step's loss, gradients and logged figures with TRL's."""
     values = {
-        "model": "m",
-        "dataset": "d",
-        "weights": "bf16",
-        "method": "full",
-        "rollout": {"prompts": 2, "group_size": 4, "sampling": {"max_tokens": MOST}},
         # The second group is silent: its gradient must be missed nowhere. TRL's entropy has all completions.
         "loss": {"name": loss_name, "clip_high": 0.2, "mask_truncated": mask_truncated, "silent_sample": 1.0},
         "optimizer": {"name": "adamw", "max_grad_norm": 1e9},
     }
-    settings = parse(RunSettings, values, "test")
     parts = lambda answer, *_: {"correct": reward(answer.text), "format": 0.0, "overlong": 0.0}  # noqa: E731
     monkeypatch.setattr("qerl.rl.rollouts.reward_parts", parts)
-    monkeypatch.setattr("qerl.rl.rollouts.problem_index", lambda count, seed, position: position)
-    policy = trained_in_full(checkpoint, "float32", CPU)
-    problems = [Problem(str(i), question, None, "0") for i, question in enumerate(QUESTIONS)]
-    rollout = Collector(settings, policy, Fixed(completions), Task(problems, "gsm8k", "")).collect(1, 0)
+    settings, policy, rollout = collected(checkpoint, monkeypatch, completions, **values)
     updated = Updater(settings, policy, Processes()).update(1, rollout.samples)
     loss, gradients, logged = trl_step(checkpoint, tmp_path, loss_name, mask_truncated, completions)
     assert updated["loss"] == pytest.approx(loss, abs=1e-6)
     assert max(gradient.abs().max() for gradient in gradients.values()) > 1e-3
-    for name, parameter in policy.lm.named_parameters():
-        torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-6, rtol=1e-4, msg=name)
+    found = {name: parameter.grad for name, parameter in policy.lm.named_parameters()}
+    torch.testing.assert_close(found, gradients, atol=1e-6, rtol=1e-4)
     ours = {**rollout.metrics, **updated}
     names = {
         "reward": "reward",
@@ -370,46 +377,21 @@ def test_advantages_of_several_rewards_equal_trl(checkpoint, tmp_path, monkeypat
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "two_rewards", raising=False)
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-
-    def rollout(prompts, trainer):
-        ids = [ids for group in COMPLETIONS for ids in group]
-        prompt_ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
-        return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": [[-1.0] * len(row) for row in ids]}
-
-    trainer = trl_trainer(
+    trainer, inputs = trl_of_questions(
         checkpoint,
         tmp_path / "trl",
         "grpo",
         [lambda completions, values=values, **_: values for values in rewards],
-        QUESTIONS,
-        rollout_func=rollout,
         reward_weights=WEIGHTS,
         multi_objective_aggregation=aggregation,
         scale_rewards="group" if scale else "none",
-        max_completion_length=MOST,
     )
-    theirs = trainer._generate_and_score_completions([{"prompt": QUESTIONS[i // 4]} for i in range(8)])["advantages"]
-    logged = {name: values[-1] for name, values in trainer._metrics["train"].items()}
-
+    theirs, logged = inputs["advantages"], logged_by(trainer)
     own = [
         {"function": f"two_rewards:{name}", "weight": w} for name, w in zip(("first", "second"), WEIGHTS, strict=True)
     ]
     reward = {"correct": 0, "format": 0, "aggregation": aggregation, "functions": dict(zip("ab", own, strict=True))}
-    values = {
-        "model": "m",
-        "dataset": "d",
-        "weights": "bf16",
-        "method": "full",
-        "rollout": {"prompts": 2, "group_size": 4, "sampling": {"max_tokens": MOST}},
-        "loss": {"scale_advantages": scale},
-        "reward": reward,
-    }
-    monkeypatch.setattr("qerl.rl.rollouts.problem_index", lambda count, seed, position: position)
-    policy = trained_in_full(checkpoint, "float32", CPU)
-    problems = [Problem(str(i), question, None, "0") for i, question in enumerate(QUESTIONS)]
-    task = Task(problems, "gsm8k", "")
-    ours = Collector(parse(RunSettings, values, "test"), policy, Fixed(), task).collect(1, 0)
+    _, _, ours = collected(checkpoint, monkeypatch, loss={"scale_advantages": scale}, reward=reward)
     torch.testing.assert_close(torch.tensor([s.advantage for s in ours.samples]), theirs, atol=1e-6, rtol=1e-5)
     assert theirs.abs().max() > 0.1
     assert ours.metrics["reward"] == pytest.approx(logged["reward"], abs=1e-6)

@@ -21,7 +21,7 @@ from qerl.formats.codecs import PACKED_FORMATS
 from qerl.models.export import export, write_dense, write_merged
 from qerl.models.linear import PackedLinear
 from qerl.models.loading import load_model
-from qerl.models.policy import load_policy, with_adapter
+from qerl.models.policy import load_policy
 from qerl.models.quantize import Calibration, quantize_checkpoint
 from qerl.rl.value import add_value
 from qerl.rollout.eager import EagerSampler
@@ -31,9 +31,9 @@ from qerl.rollout.sampler import SamplingParams, refused_by_engine
 from qerl.settings.base import ConfigError
 from qerl.settings.data import DatasetSettings, Generated
 from qerl.settings.models import CalibrationSettings
-from qerl.settings.run import AdapterSettings, EngineSettings, NativeSettings, PPOSettings
+from qerl.settings.run import EngineSettings, NativeSettings, PPOSettings
 from tests.conftest import in_nightly
-from tests.parity.family_models import CPU, PROMPTS, TOKENS, assert_drawn_by, assert_updated_as, by_the_card, perturbed
+from tests.parity.family_models import CPU, PROMPTS, TOKENS, adapted, assert_drawn_by, assert_updated_as, by_the_card
 from tests.parity.test_published_parity import by_library
 from tests.tiny import edit_config, tiny_family, tiny_of_images, tiny_tokenizer, write_template
 
@@ -70,10 +70,6 @@ def whole(folder, dtype=torch.float32):
     return AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).eval()
 
 
-def perturbed_policy(folder):
-    return perturbed(with_adapter(folder, AdapterSettings(rank=4), "float32", 0, CPU))
-
-
 @cases
 def test_the_samplers_logprobs_are_those_of_the_whole(sources, name):
     policy, model = load_policy(sources[name], None, "float32", CPU), whole(sources[name])
@@ -89,8 +85,7 @@ def test_the_samplers_logprobs_are_those_of_the_whole(sources, name):
 @cases
 def test_updates_and_the_saved_adapter_are_those_of_peft_on_the_whole(sources, tmp_path, name):
     """By each stock class that loads the folder; only the text model gets an adapter there."""
-    policy = perturbed_policy(sources[name])
-    policy.save(tmp_path)
+    policy = adapted(sources[name], tmp_path)
     # In float64, since float32 rounds twice as much if both sides do. PyTorch's grouped products refuse float64.
     settings = {"dtype": torch.float64, "experts_implementation": "eager"}
     models = (
@@ -107,15 +102,14 @@ def test_updates_and_the_saved_adapter_are_those_of_peft_on_the_whole(sources, t
 
 @cases
 def test_the_code_of_the_card_loads_the_saved_adapter(sources, tmp_path, name):
-    policy = perturbed_policy(sources[name])
-    policy.save(tmp_path)
+    policy = adapted(sources[name], tmp_path)
     with torch.no_grad():
         found = by_the_card(tmp_path)["model"](TOKENS).logits
         torch.testing.assert_close(found, policy.lm(TOKENS).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_an_export_keeps_the_modules_that_an_adapter_excludes(sources, tmp_path):
-    perturbed_policy(sources["qwen3_5"]).save(tmp_path / "adapter")
+    adapted(sources["qwen3_5"], tmp_path / "adapter")
     file = tmp_path / "adapter/adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"exclude_modules": ["o_proj"]}))
     export(sources["qwen3_5"], tmp_path / "adapter", tmp_path / "out")
@@ -123,7 +117,7 @@ def test_an_export_keeps_the_modules_that_an_adapter_excludes(sources, tmp_path)
 
 
 def test_the_adapter_of_a_value_function_has_the_names_of_the_whole(sources, tmp_path):
-    policy = perturbed_policy(sources["gemma3"])
+    policy = adapted(sources["gemma3"])
     add_value(policy, PPOSettings())
     policy.save(tmp_path)
     peft = PeftModel.from_pretrained(whole(sources["gemma3"]), tmp_path / "value")
@@ -145,14 +139,12 @@ def test_awq_equalises_the_text_model(tmp_path):
     for source in (tmp_path / "whole", alone):
         quantize_checkpoint(source, tmp_path / f"{source.name}-packed", "nvfp4", calibration)
         packed.append(load_file(tmp_path / f"{source.name}-packed/model.safetensors"))
-    assert packed[0].keys() == packed[1].keys()
-    assert all(torch.equal(packed[0][part], packed[1][part]) for part in packed[0])
+    torch.testing.assert_close(*packed, rtol=0, atol=0)
 
 
 @cases
 def test_a_saved_adapter_loads_again_and_is_exported_and_merged(sources, tmp_path, name):
-    policy = perturbed_policy(sources[name])
-    policy.save(tmp_path / "adapter")
+    policy = adapted(sources[name], tmp_path / "adapter")
     export(sources[name], tmp_path / "adapter", tmp_path / "out")
     write_merged(sources[name], tmp_path / "adapter", tmp_path / "merged", torch.float32)
     again = load_policy(sources[name], tmp_path / "adapter", "float32", CPU)
@@ -219,8 +211,7 @@ def test_a_checkpoint_that_llmcompressor_publishes_of_the_whole_loads(sources, t
     with torch.no_grad():
         assert torch.equal(packed(TOKENS).logits, expected(TOKENS).logits)
     tiny_tokenizer(folder)
-    policy = perturbed_policy(folder)
-    policy.save(tmp_path / "adapter")
+    policy = adapted(folder, tmp_path / "adapter")
     rounded = deepcopy(expected).float()  # as transformers unpacks the weights
     write_dense(folder, tmp_path / "dense", torch.float32)  # which the comparison above has checked in bfloat16
     for part, weight in load_file(tmp_path / "dense/model.safetensors").items():

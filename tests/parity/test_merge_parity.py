@@ -67,9 +67,7 @@ def test_packed_again_it_is_the_librarys_packing_of_the_merge(bases, tmp_path):
     for weights in ("bf16", "nvfp4"):
         merge(bases / "nvfp4", tmp_path / "policy", tmp_path / weights, weights)
     expected, found = by_library(tmp_path / "bf16", tmp_path / "library", "nvfp4"), tensors_of(tmp_path / "nvfp4")
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
-        assert_bits_equal(tensor, expected[name])
+    assert_bits_equal(found, expected)
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4", dtype=torch.bfloat16)
     ours = load_policy(tmp_path / "nvfp4", None, "bfloat16", CPU)
     torch.testing.assert_close(stock(IDS).logits, ours.lm(IDS).logits, atol=0.02, rtol=0)
@@ -81,7 +79,7 @@ def test_noise_is_in_no_merge(bases, tmp_path):
         trained(bases / "bf16", tmp_path / name / "policy", sigma)
         merge(bases / "bf16", tmp_path / name / "policy", tmp_path / name / "merged", "bf16")
     quiet, noisy = (tensors_of(tmp_path / name / "merged") for name in ("quiet", "noisy"))
-    assert all(torch.equal(tensor, noisy[name]) for name, tensor in quiet.items())
+    torch.testing.assert_close(noisy, quiet, rtol=0, atol=0)
 
 
 def test_an_adapter_of_another_base_is_refused(bases, tmp_path):

@@ -72,8 +72,7 @@ def test_codec_reproduces_llmcompressors_checkpoint(checkpoints, architecture):
             fused = next(group for group in groups if kind in group)
             shared = nvfp4_global_scale(*(source[f"{prefix}.{other}.weight"] for other in fused))
             packed = quantize(source[f"{layer}.weight"], weights_format, global_scale=shared)
-            for name, tensor in packed.tensors.items():
-                assert_bits_equal(stored[f"{layer}.{name}"], tensor)
+            assert_bits_equal({name: stored[f"{layer}.{name}"] for name in packed.tensors}, packed.tensors)
 
 
 def by_library(source, target, weights_format):
@@ -116,9 +115,7 @@ def test_packing_by_parts_equals_the_librarys_packing_of_the_whole(
     expected = by_library(source, tmp_path / "library", weights_format)
     quantize_checkpoint(source, tmp_path / "ours", weights_format)
     found = tensors_of(tmp_path / "ours")
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
-        assert_bits_equal(tensor, expected[name])
+    assert_bits_equal(found, expected)
     files = {path.name for path in (tmp_path / "ours").glob("*.safetensors")}
     assert files == {info.shard.name for info in read_headers(tmp_path / "ours").values()}
     headers = read_headers(source)

@@ -33,6 +33,7 @@ from tests.parity.family_models import (
     CPU,
     NORMS,
     PROMPTS,
+    adapted,
     add_noise,
     assert_drawn_by,
     forced,
@@ -48,11 +49,6 @@ from tests.unit.rl.tiny_trainer import BASE, PROBLEMS
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 SETTINGS = VllmSettings(max_model_len=256, kv_cache_gib=0.05)
 SIGMA = 0.1
-
-
-def adapted(checkpoint):
-    """A policy with an adapter, all of whose trained tensors have changed."""
-    return perturbed(with_adapter(checkpoint, AdapterSettings(rank=4, alpha=12), "float32", seed=0, device=CPU), 0.1)
 
 
 def draw(sampler, **changes):
@@ -77,7 +73,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def policy(checkpoint):
-    return adapted(checkpoint)
+    return adapted(checkpoint, scale=0.1, alpha=12)
 
 
 @pytest.fixture(scope="module")
@@ -256,8 +252,7 @@ def test_other_families_draw_as_peft_does_with_adapter_norms_and_noise(tmp_path,
     rope = FAMILIES["phi3"].values["rope_parameters"]  # of heads of 16
     longer = {"rope_parameters": {**rope, **{key: 2 * rope[key] for key in ("short_factor", "long_factor")}}}
     tiny_family(tmp_path / "m", name, **HEADS | {"head_dim": 32}, **(longer if name == "phi3" else {}))
-    policy = adapted(tmp_path / "m")
-    policy.save(tmp_path / "a")
+    policy = adapted(tmp_path / "m", tmp_path / "a", 0.1, alpha=12)
     model = with_peft(tmp_path / "m", tmp_path / "a")
     add_noise(model, NORMS[name])
     sampler = VllmSampler(policy, SETTINGS)
@@ -374,8 +369,7 @@ def test_trained_adapters_load_in_stock_vllm(tmp_path, name):
     from vllm.lora.request import LoRARequest
 
     checkpoint = tiny_family(tmp_path / "dense", name, dtype=torch.bfloat16, **HEADS | {"head_dim": 32})
-    policy = adapted(checkpoint)
-    policy.save(tmp_path / "trained")
+    adapted(checkpoint, tmp_path / "trained", 0.1, alpha=12)
     export(checkpoint, tmp_path / "trained", tmp_path / "out")
     base = tmp_path / "out/base"
     plain = with_adapter(base, AdapterSettings(rank=8, train_norms=False), "float32", seed=5, device=CPU)
@@ -403,9 +397,8 @@ def test_a_merged_checkpoint_loads_in_stock_vllm(checkpoint, policy, tmp_path):
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_stock_vllm_draws_the_lengths_of_a_workload(tmp_path, monkeypatch):
+def test_stock_vllm_draws_the_lengths_of_a_workload(tmp_path):
     """Both measurements check each completion's length."""
-    monkeypatch.setenv("QERL_COMMIT", "test")
     ours, theirs = rollouts(tmp_path), rollouts(tmp_path, engine="vllm")
     assert theirs.sampler.startswith("vLLM")
     assert theirs.status == ours.status == "ok"

@@ -1,7 +1,5 @@
 """Codecs: every finite weight becomes the nearest value of its group's grid, as in the libraries."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -9,14 +7,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from qerl.formats.codecs import (
-    PACKED_FORMATS,
-    Packed,
-    dequantize,
-    quantize,
-    read_nf4_state,
-    tensor_specs,
-)
+from qerl.formats.codecs import PACKED_FORMATS, Packed, dequantize, quantize, read_nf4_state, tensor_specs
 from qerl.settings.models import FORMATS, FormatError
 from tests.parity.test_codec_parity import assert_bits_equal
 from tests.properties.values import refused_in_one_sentence
@@ -137,10 +128,9 @@ def test_any_shape_is_quantized_or_refused_in_one_sentence(weights_format, shape
 @pytest.mark.parametrize("weights_format", PACKED_FORMATS)
 def test_a_weight_with_other_strides_is_the_same_weight(weights_format):
     weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
-    views = {"transposed": weight.t().contiguous().t(), "columns": weight.repeat(1, 2)[:, :128]}
     expected = quantize(weight, weights_format)
-    for (_, view), name in itertools.product(views.items(), expected.tensors):
-        assert_bits_equal(quantize(view, weights_format).tensors[name], expected.tensors[name])
+    for view in (weight.t().contiguous().t(), weight.repeat(1, 2)[:, :128]):
+        assert_bits_equal(quantize(view, weights_format).tensors, expected.tensors)
 
 
 @given(content=st.binary(max_size=60) | st.sampled_from([b"[]", b"{}", b"null", b'{"shape": [-1, 64]}', b"[" * 4000]))

@@ -96,10 +96,7 @@ def means(value, taken):
     return value == taken or off or (isinstance(value, str) and not isinstance(taken, str) and float(value) == taken)
 
 
-@given(
-    place=st.sampled_from(list(places(RunSettings(**RUN).model_dump(mode="json")))),
-    value=values,
-)
+@given(place=st.sampled_from(list(places(RunSettings(**RUN).model_dump(mode="json")))), value=values)
 @example(("adapter", "rank"), "8")
 @example(("adapter", "rank"), True)
 @example(("noise", "schedule"), False)

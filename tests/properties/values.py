@@ -13,14 +13,7 @@ from qerl.settings.base import ConfigError
 from qerl.settings.models import FormatError
 
 #: What pydantic says, which no user has to know of.
-PHRASES = (
-    "Input should",
-    "Field required",
-    "instance of",
-    "Unable to",
-    "valid dictionary",
-    "Value error",
-)
+PHRASES = ("Input should", "Field required", "instance of", "Unable to", "valid dictionary", "Value error")
 #: The errors whose message is one sentence for the user.
 SENTENCES = (ConfigError, DataError, CheckpointError, FormatError)
 

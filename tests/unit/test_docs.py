@@ -43,8 +43,7 @@ def points() -> pd.DataFrame:
 
 
 @pytest.mark.parametrize(
-    ("size", "counts"),
-    [("7B", ("1", "8", "32")), ("7B", ("64", "128", "256")), ("32B", ("1", "8", "32", "64"))],
+    ("size", "counts"), [("7B", ("1", "8", "32")), ("7B", ("64", "128", "256")), ("32B", ("1", "8", "32", "64"))]
 )
 def test_decode_speeds_of_the_readme_are_those_of_the_workflow(points, size, counts):
     points = points[points["size"] == size]

@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
     options |= {"steps": STEPS, "prompts": PROMPTS, "group-size": GROUP, "max-tokens": TOKENS, "learning-rate": RATE}
     words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
     command = [sys.executable, ROOT / "examples/grpo_gsm8k.py", *words]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "QERL_COMMIT": "test", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     (folder / "printed.txt").write_text(done.stdout)
     return folder
@@ -76,7 +76,6 @@ def test_the_adapter_of_the_loop_loads_in_stock_peft_and_was_trained(folder):
 
 def test_the_loop_on_one_page_trains_the_policy_of_qerl_train(folder, monkeypatch):
     """To the same weights and with the same figures, of which tests/parity compares the gradient with TRL's."""
-    monkeypatch.setenv("QERL_COMMIT", "test")
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
     origin = {"source": "local", "path": "sums.jsonl", "validation_fraction": 0, "test_fraction": 0}

@@ -28,7 +28,7 @@ class Tree:
     def environment(self) -> dict[str, str]:
         """The variables of Snakemake and its jobs, which are forks (`tests.job_forks`)."""
         path = os.pathsep.join((str(commands()), str(Path(sys.executable).parent), os.environ["PATH"]))
-        variables = {**os.environ, "PATH": path, "PYTHONPATH": str(self.folder), "QERL_COMMIT": "test"}
+        variables = {**os.environ, "PATH": path, "PYTHONPATH": str(self.folder)}
         # Jobs share the compiled modules of the copy, which nobody else writes to; each would compile them anew.
         variables.pop("PYTHONDONTWRITEBYTECODE", None)
         return variables

@@ -1,6 +1,5 @@
 """Runs of a DAG that train side by side: results and reasons to rerun are those of runs in jobs of their own."""
 
-import json
 import re
 
 import pytest
@@ -9,7 +8,7 @@ import yaml
 from safetensors.torch import load_file
 
 from tests.conftest import nightly
-from tests.faults.conftest import untimed
+from tests.jobs import metrics_of, untimed
 from tests.tiny import tiny_qwen2, write_template
 from tests.workflow.conftest import Tree, copy_tree
 
@@ -51,7 +50,7 @@ def tree(tmp_path_factory) -> Tree:
 
 
 def rows(tree: Tree, name: str, run: str) -> list[dict]:
-    return [json.loads(line) for line in (tree.folder / f"results/{name}/train/{run}/metrics.jsonl").open()]
+    return metrics_of(tree.folder / f"results/{name}/train/{run}")
 
 
 def assert_same(tree: Tree, name: str, run: str, other: str = "alone") -> None:
@@ -60,8 +59,7 @@ def assert_same(tree: Tree, name: str, run: str, other: str = "alone") -> None:
     found, expected = (
         load_file(tree.folder / f"results/{one}/train/{run}/policy/adapter_model.safetensors") for one in (name, other)
     )
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[key]) for key, tensor in found.items())
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def logs(tree: Tree, name: str, rule: str) -> dict[str, str]:

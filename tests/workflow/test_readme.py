@@ -103,7 +103,7 @@ def blocks(text: str, folder: Path) -> list[tuple[str, str]]:
 
 def environment(folder: Path, **variables: str) -> dict[str, str]:
     path = f"{folder / ENVIRONMENT / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(folder / PACKAGES), "QERL_COMMIT": "test", **variables}
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(folder / PACKAGES), **variables}
 
 
 def in_a_shell(block: str, folder: Path, **variables: str) -> subprocess.CompletedProcess:

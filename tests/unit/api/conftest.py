@@ -21,11 +21,6 @@ SETTINGS = {
 GRADED = TaskSettings(dataset="problems", harness="qerl")
 
 
-@pytest.fixture(autouse=True)
-def commit(monkeypatch):
-    monkeypatch.setenv("QERL_COMMIT", "test")
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return write_template(tiny_qwen2(tmp_path_factory.mktemp("models") / "dense"))
@@ -48,9 +43,7 @@ def run(tmp_path_factory):
     (model / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Tiny\n")
     inputs = {"model": str(model), "dataset": str(write_sums(folder / "sums.jsonl"))}
     values = {**SETTINGS, **inputs, "weights": "nvfp4", "steps": 3, "reward": {}, "noise": {"schedule": "constant"}}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QERL_COMMIT", "test")
-        run = qerl.train(values, folder / "run")
-        for name, policy in {"base": qerl.load(run.checkpoint, "float32"), "trained": run.policy}.items():
-            qerl.evaluate(policy, run.data, run.folder / name, task=GRADED, repeats=2, max_tokens=4)
+    run = qerl.train(values, folder / "run")
+    for name, policy in {"base": qerl.load(run.checkpoint, "float32"), "trained": run.policy}.items():
+        qerl.evaluate(policy, run.data, run.folder / name, task=GRADED, repeats=2, max_tokens=4)
     return run

@@ -247,8 +247,7 @@ def test_scores_on_other_problems_than_the_test_split_name_no_data_set(copy):
     assert card(hub.files[REPO]["README.md"].decode(), copy).data.eval_results[0].dataset_type != "openai/gsm8k"
 
 
-def test_a_model_trained_in_full_goes_whole(run, tmp_path, monkeypatch):
-    monkeypatch.setenv("QERL_COMMIT", "test")
+def test_a_model_trained_in_full_goes_whole(run, tmp_path):
     names = ("dataset", "dtype", "rollout", "optimizer")
     values = {name: value for name, value in run.settings.model_dump(mode="json").items() if name in names}
     base = run.settings.model

@@ -32,9 +32,7 @@ from tests.unit.api.conftest import ROWS
 
 @pytest.fixture(scope="module")
 def packed(model, tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QERL_COMMIT", "test")
-        return qerl.quantize(model, tmp_path_factory.mktemp("packed") / "nvfp4")
+    return qerl.quantize(model, tmp_path_factory.mktemp("packed") / "nvfp4")
 
 
 def test_a_checkpoint_that_another_process_is_writing_is_left_to_it(model, packed, tmp_path, monkeypatch):
@@ -117,7 +115,7 @@ def test_a_run_is_calibrated_on_its_own_data(values, problems, tmp_path):
     assert again["calibration"]["sha256"] != report["calibration"]["sha256"]
 
 
-def test_a_run_is_made_once_and_its_folder_is_its_own(values, monkeypatch):
+def test_a_run_is_made_once_and_its_folder_is_its_own(values):
     run = qerl.train(values)
     assert run.finished
     assert list(run.metrics["step"]) == [1, 2]
@@ -246,7 +244,7 @@ def forgets(answer, problem):
     pass
 
 
-def test_chats_with_rewards_of_trl_are_trained_stored_and_shown(values, tmp_path, caplog):
+def test_chats_with_rewards_of_trl_are_trained_stored_and_shown(values, caplog):
     functions = {"ends": ends, "lengths": {"function": lengths, "weight": 0.5}, "forgets": forgets}
     reward = {"correct": 0, "format": 0, "functions": functions, "aggregation": "normalize_then_sum"}
     stored = {"every": 1, "problems": 99, "completions": 99}

@@ -21,13 +21,7 @@ from tests.synthetic_results import rollout_point, step_point
 from tests.tiny import tiny_bases
 
 MODEL = "qwen2.5-7b"
-RUN = {
-    "model": MODEL,
-    "dataset": "sums",
-    "dtype": "float32",
-    "steps": 4,
-    "adapter": {"rank": 4},
-}
+RUN = {"model": MODEL, "dataset": "sums", "dtype": "float32", "steps": 4, "adapter": {"rank": 4}}
 GENERATED = {"format": "gsm8k", "origin": {"source": "generated", "train": 8, "validation": 2, "test": 2}}
 #: (prompts, group size, gradient checkpointing); the first two have as many completions.
 GRID = [(1, 4, False), (2, 2, False), (1, 4, True)]

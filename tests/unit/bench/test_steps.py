@@ -69,7 +69,6 @@ def native(monkeypatch):
 def measured(tmp_path_factory):
     """The result of a measurement, and the rollouts of its steps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QERL_COMMIT", "test")
         rollouts = recorded(patch)
         return measure(
             tmp_path_factory.mktemp("step") / "out.json", 2, recompute=True, micro_batch_tokens=120

@@ -101,7 +101,7 @@ def measure_with_vllm(job):
 def test_a_step_with_vllm_in_the_process(tmp_path):
     out = tmp_path / "out.json"
     torch.set_num_threads(1)  # a fork has no other threads
-    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_USE_AOT_COMPILE": "0", "QERL_COMMIT": "test"}
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_USE_AOT_COMPILE": "0"}
     run = forks.call(lambda: measure_with_vllm(job(out, lengths=MIXED)), Path.cwd(), {**os.environ, **settings})
     assert run.returncode == 0, run.stderr
     result = json.loads(out.read_text())

@@ -230,9 +230,8 @@ def test_dense_stacks_of_experts_are_read_and_packed_as_experts_apart(stacked):
     assert packed[0].keys() == packed[1].keys()
     assert all(torch.equal(packed[0][name], packed[1][name]) for name in packed[0])
     dense = {name for name in packed[0] if name.endswith("weight") and packed[0][name].ndim == 2}
-    assert {name.partition("layers.0.")[2] for name in dense if "layers.0.mlp" in name} == {
-        *("mlp.gate.weight", "mlp.shared_expert_gate.weight"),
-    }
+    gates = {"mlp.gate.weight", "mlp.shared_expert_gate.weight"}
+    assert {name.partition("layers.0.")[2] for name in dense if "layers.0.mlp" in name} == gates
 
 
 @pytest.mark.parametrize("shape", [(4, 127, 64), (4, 128)])

@@ -42,15 +42,12 @@ def folder(tmp_path_factory):
         "rollout": {"prompts": 2, "group_size": 2, "sampling": {"max_tokens": 4}},
     }
     (folder / "run.yaml").write_text(json.dumps(values))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QERL_COMMIT", "test")
-        qerl.train(folder / "run.yaml", folder / "run")
+    qerl.train(folder / "run.yaml", folder / "run")
     return folder
 
 
 @pytest.fixture
 def call(folder, monkeypatch):
-    monkeypatch.setenv("QERL_COMMIT", "test")
     monkeypatch.chdir(folder)
 
     def call(*arguments: str) -> str:
@@ -271,7 +268,7 @@ def test_the_screen_of_a_training_has_its_progress_and_no_noise_of_libraries(fol
         sys.argv = ["qerl", "train", "run.yaml", "--out", "run"]
         __main__.main()
 
-    done = call_in_fork(train, tmp_path, {**os.environ, "QERL_COMMIT": "test"})
+    done = call_in_fork(train, tmp_path, {**os.environ})
     assert done.returncode == 0, done.stderr
     *paths, view, score = [line[12:] for line in done.stdout.splitlines()]
     assert all(Path(path).exists() for path in paths)

@@ -92,9 +92,7 @@ def test_deep_parentheses_are_read():
 ALL, SOME = "20 = all of 3 4 8", "20 = some of 3 4 8 8"
 #: Goals, and completions that reach them or don't.
 REACHED = {
-    ALL: [
-        *("#### (8-3)*4", "8-3=5\n5*4=20\n#### 4 * (8 - 3)", "<think>#### 1+1</think>#### (8-3)*4", "#### (8-3)*4 "),
-    ],
+    ALL: ["#### (8-3)*4", "8-3=5\n5*4=20\n#### 4 * (8 - 3)", "<think>#### 1+1</think>#### (8-3)*4", "#### (8-3)*4 "],
     "9 = all of 1 1 3 3 3": ["#### (3-1/3)*3+1"],
     "24 = all of 1 3 4 6": ["#### 6/(1-3/4)"],
     SOME: ["#### 8+8+4", "#### 8*3-4"],

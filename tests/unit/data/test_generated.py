@@ -118,10 +118,7 @@ def test_more_problems_than_there_are_is_an_error(name, changes, monkeypatch):
 
 @pytest.mark.parametrize(
     ("record_format", "source", "message"),
-    [
-        ("gsm8k", "countdown", "format: countdown"),
-        ("countdown", "generated", "origin.source=countdown"),
-    ],
+    [("gsm8k", "countdown", "format: countdown"), ("countdown", "generated", "origin.source=countdown")],
 )
 def test_a_generator_has_its_format(record_format, source, message):
     with pytest.raises(ValueError, match=message):

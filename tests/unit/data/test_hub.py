@@ -253,7 +253,7 @@ LARGE = "c" * 64
 #: The files of two repositories. Some are for other software, as in gpt-oss and Mistral.
 FILES = {
     "Qwen/tiny": [
-        *("config.json", "model.safetensors", "README.md", "original/model.safetensors", "consolidated.safetensors"),
+        *("config.json", "model.safetensors", "README.md", "original/model.safetensors", "consolidated.safetensors")
     ],
     "org/sums": ["main/train-00000-of-00001.parquet", "README.md"],
 }

@@ -14,7 +14,7 @@ from qerl.data.hub import content_of, data_files, hash_of, model_files, sha256_o
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import UNDECIDING, RunSettings
 from tests import jobs
-from tests.faults.conftest import untimed
+from tests.jobs import untimed
 from tests.tiny import TEMPLATE, tiny_qwen2
 
 SETTINGS = {**jobs.SETTINGS, "weights": "nvfp4", "steps": 1, "reward": {"functions": {"own": "own_functions:reward"}}}
@@ -70,7 +70,6 @@ def base(tmp_path_factory):
 @pytest.fixture
 def inputs(base, tmp_path, monkeypatch) -> Inputs:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("QERL_COMMIT", "test")
     monkeypatch.syspath_prepend(str(tmp_path))
     shutil.copytree(base, tmp_path / "model")
     return Inputs(tmp_path)

@@ -39,7 +39,7 @@ def git(*arguments: str, folder: Path) -> str:
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
     """A git project with one commit; a small package is installed into its .venv, which it ignores."""
-    monkeypatch.delenv("QERL_COMMIT", raising=False)
+    monkeypatch.delenv("QERL_COMMIT")
     package = tmp_path / ".venv/lib/qerl"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("a = 1\n")

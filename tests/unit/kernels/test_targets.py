@@ -195,11 +195,7 @@ def prompts():
 
 def in_fp8():
     state, normed = DecodeState.empty(64, 8, 8, CPU), replace(HEADS, q_norm=zeros(128), k_norm=zeros(128), eps=1e-6)
-    for count, heads, rotary in (
-        (64, normed, 128),
-        (4, GEMMA, 256),
-        (170, GEMMA, 256),
-    ):
+    for count, heads, rotary in ((64, normed, 128), (4, GEMMA, 256), (170, GEMMA, 256)):
         qkv, cache = row_of(count, heads, FP8)
         rows = torch.zeros(count, dtype=torch.int32)
         attention.attend(qkv, cache, state, rows, rope_of(rotary), heads, 8)

@@ -13,7 +13,7 @@ from qerl.models.adapter_files import Base
 from qerl.models.export import write_merged
 from qerl.models.policy import load_policy, with_adapter
 from qerl.settings.run import LAYERS, AdapterSettings
-from tests.parity.family_models import by_the_card, code_of_the_card, perturbed
+from tests.parity.family_models import adapted, by_the_card, code_of_the_card
 from tests.tiny import tiny_bases, tiny_qwen2, write_template
 
 CPU = torch.device("cpu")
@@ -78,8 +78,7 @@ def test_an_adapter_that_does_not_fit_is_one_sentence(base, adapter, tmp_path, c
 def test_an_adapter_that_fits_loads(base, adapter, tmp_path, changes):
     expected = load_policy(base, adapter, "float32", CPU).lm.state_dict()
     loaded = load_policy(base, changed(adapter, tmp_path / "foreign", **changes), "float32", CPU).lm.state_dict()
-    assert expected.keys() == loaded.keys()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.items())
+    torch.testing.assert_close(loaded, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("changes", [{"r": 0}, {"r": 10**9}, {"r": 2}, {"lora_alpha": "x"}])
@@ -96,17 +95,11 @@ def bases(tmp_path_factory):
     return tiny_bases(tmp_path_factory.mktemp("bases"), *PACKED_FORMATS)
 
 
-def trained(base, **adapter):
-    """Random values in all that is trained, norms away from what 16 bits can hold."""
-    return perturbed(with_adapter(base, AdapterSettings(rank=4, **adapter), "float32", 0, CPU), 0.1)
-
-
 #: What the card says that is rounded to bfloat16: NVFP4's weights when they are unpacked, the input of NF4's products.
 @pytest.mark.parametrize(("weights", "near"), [("bf16", 1e-5), ("nvfp4", 3e-3), ("mxfp4", 1e-5), ("nf4", 3e-3)])
 @torch.no_grad()
 def test_the_code_of_the_card_makes_the_policy_with_stock_peft(bases, tmp_path, weights, near):
-    policy = trained(bases / weights)
-    policy.save(tmp_path / "policy")
+    policy = adapted(bases / weights, tmp_path / "policy", 0.1)
     names = by_the_card(tmp_path / "policy")
     ours, stock = (log_softmax(model(input_ids=IDS).logits, -1) for model in (policy.lm, names["model"]))
     torch.testing.assert_close(stock, ours, atol=near, rtol=0)
@@ -116,7 +109,7 @@ def test_the_code_of_the_card_makes_the_policy_with_stock_peft(bases, tmp_path, 
 
 
 def test_an_adapter_names_its_base(bases, tmp_path):
-    policy = trained(bases / "nvfp4", train_norms=False)
+    policy = adapted(bases / "nvfp4", train_norms=False)
     for name, base in {"here": None, "hub": Base("org/name", "0" * 40)}.items():
         policy.save(tmp_path / name, base)
         config = json.loads((tmp_path / name / "adapter_config.json").read_text())

@@ -49,10 +49,7 @@ def test_outputs_gradients_and_names_stay_the_same(name, tmp_path):
     fuse_mlps(ours)
     assert len(fused(ours)) == 2
     assert list(ours.state_dict()) == list(plain.state_dict())
-    (a, grads), (b, expected) = outcome(ours), outcome(plain)
-    assert torch.equal(a, b)
-    assert list(grads) == list(expected)
-    assert all(torch.equal(grads[name], expected[name]) for name in expected)
+    torch.testing.assert_close(outcome(ours), outcome(plain), rtol=0, atol=0)
 
 
 def test_the_gate_of_gpt_oss_saves_its_input_alone():

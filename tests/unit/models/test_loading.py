@@ -38,9 +38,7 @@ def test_logits_equal_those_of_transformers(build, dtype, shard_size, tmp_path):
     with torch.no_grad():
         assert torch.equal(model(TOKENS).logits, expected(TOKENS).logits)
     assert not model.training
-    tensors, reference = model.state_dict(), expected.state_dict()
-    assert tensors.keys() == reference.keys()
-    assert all(torch.equal(tensor, reference[name]) for name, tensor in tensors.items())
+    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=0, atol=0)
     assert torch.equal(model.model.rotary_emb.inv_freq, expected.model.rotary_emb.inv_freq)
     assert model.generation_config.to_dict() == expected.generation_config.to_dict()
 
@@ -119,8 +117,7 @@ def test_what_is_computed_or_tied_is_left_out_of_the_file(folder, tmp_path):
     rewrite(folder, change)
     model = load_model(folder, torch.bfloat16)
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert model.state_dict().keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+    torch.testing.assert_close(model.state_dict(), expected, rtol=0, atol=0)
     quantize_checkpoint(folder, tmp_path / "out", "nvfp4")
     load_model(tmp_path / "out", torch.bfloat16)
 

@@ -35,13 +35,7 @@ IDS = {
     "<|file_sep|>": 151664,
 }
 #: 10^9 parameters of the text models, by their model cards.
-BILLIONS = {
-    "mistral-7b": 7.24,
-    "gemma-3-12b": 11.8,
-    "qwen3-30b-a3b": 30.5,
-    "gpt-oss-20b": 20.9,
-    "qwen3.5-27b": 26.9,
-}
+BILLIONS = {"mistral-7b": 7.24, "gemma-3-12b": 11.8, "qwen3-30b-a3b": 30.5, "gpt-oss-20b": 20.9, "qwen3.5-27b": 26.9}
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,7 @@ import pytest
 from qerl.report import paper
 from qerl.results.printed import FOLDER, NAMES, TABLES, read_cells
 from qerl.results.readers import StoredResults
-from tests.synthetic_results import (
-    write_evaluation,
-    write_figure,
-    write_paper_tree,
-    write_run,
-    write_table,
-)
+from tests.synthetic_results import write_evaluation, write_figure, write_paper_tree, write_run, write_table
 
 MODEL = "qwen2.5-7b"
 

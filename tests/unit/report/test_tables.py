@@ -177,11 +177,7 @@ def test_memory_and_speed_by_hand(tmp_path):
     "other", [{"model": "else"}, {"prompts": 2}, {"group_size": 4}, {"gradient_checkpointing": True}]
 )
 def test_steps_of_different_settings_are_not_compared(tmp_path, other):
-    steps = [
-        step_point("bf16-lora", [8.0]),
-        step_point("nvfp4-lora", [1.0], **other),
-        step_point("nvfp4-lora", [4.0]),
-    ]
+    steps = [step_point("bf16-lora", [8.0]), step_point("nvfp4-lora", [1.0], **other), step_point("nvfp4-lora", [4.0])]
     alone = write_bench(tmp_path, "alone", "step", steps)
     both = write_bench(tmp_path, "both", "step", [*steps, step_point("bf16-lora", [3.0], **other)])
     points = load([alone, both], "step")

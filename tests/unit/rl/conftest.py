@@ -2,7 +2,9 @@
 
 import pytest
 
+from qerl.models.quantize import quantize_checkpoint
 from tests.forks import fork_processes
+from tests.jobs import write_inputs
 from tests.tiny import tiny_bases
 from tests.unit.rl.tiny_trainer import packed_family
 
@@ -11,6 +13,14 @@ from tests.unit.rl.tiny_trainer import packed_family
 def checkpoints(tmp_path_factory):
     """A Qwen2, dense and packed."""
     return tiny_bases(tmp_path_factory.mktemp("bases"))
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory):
+    """A Qwen2, dense in `base` and packed in `nvfp4`, and problems in `data`."""
+    folder = write_inputs(tmp_path_factory.mktemp("inputs"))
+    quantize_checkpoint(folder / "base", folder / "nvfp4", "nvfp4")
+    return folder
 
 
 @pytest.fixture(scope="module")

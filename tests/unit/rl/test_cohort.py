@@ -1,7 +1,6 @@
 """Runs side by side on one base: each does what it does alone, whatever becomes of the others."""
 
 import asyncio
-import json
 import threading
 import weakref
 
@@ -10,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 
 from qerl.models.policy import Policy
-from qerl.models.quantize import quantize_checkpoint
 from qerl.rl.cohort import Meeting, train_cohort
 from qerl.rl.environments import Turn
 from qerl.rl.shares import train_in_turn
@@ -21,7 +19,7 @@ from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import NotFiniteError, Request, SamplingParams
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RunSettings
-from tests.jobs import SETTINGS, train_job, write_inputs
+from tests.jobs import SETTINGS, metrics_of, train_job, untimed
 
 #: Runs that differ in all that runs of a cohort may differ in.
 RUNS = {
@@ -30,14 +28,6 @@ RUNS = {
     "ppo": {"loss": {"name": "ppo"}, "steps": 3},
     "hot": {"rollout": {**SETTINGS["rollout"], "sampling": {"max_tokens": 4, "temperature": 1.4}}, "seed": 3},
 }
-MEASURED = ("seconds/", "tokens_per_second/", "memory_bytes")
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    folder = write_inputs(tmp_path_factory.mktemp("inputs"))
-    quantize_checkpoint(folder / "base", folder / "nvfp4", "nvfp4")
-    return folder
 
 
 pytestmark = pytest.mark.usefixtures("rewarded_characters")
@@ -53,8 +43,13 @@ def jobs_of(inputs, folder, names=tuple(RUNS), **changes):
 
 
 def metrics(job):
-    lines = (job.out / "metrics.jsonl").read_text().splitlines()
-    return [{key: v for key, v in json.loads(line).items() if not key.startswith(MEASURED)} for line in lines]
+    return untimed(metrics_of(job.out))
+
+
+def assert_close(job, other):
+    """As the engine rounds, whose batches differ."""
+    for found, expected in zip(metrics(job), metrics(other), strict=True):
+        assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
 def trained_tensors(job):
@@ -78,10 +73,8 @@ def test_the_engine_draws_for_all_what_it_draws_for_one(inputs, tmp_path, monkey
     train_cohort(together)
     assert batches == [4] * 4
     for job, other in zip(together, alone, strict=True):
-        for found, expected in zip(metrics(job), metrics(other), strict=True):
-            assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
-        for name, tensor in trained_tensors(other).items():
-            torch.testing.assert_close(trained_tensors(job)[name], tensor, rtol=1e-3, atol=1e-5)
+        assert_close(job, other)
+        torch.testing.assert_close(trained_tensors(job), trained_tensors(other), rtol=1e-3, atol=1e-5)
 
 
 class Game:
@@ -124,8 +117,7 @@ def test_a_run_whose_environment_fails_leaves_and_the_others_go_on(
         train_cohort(jobs)
     assert not jobs[0].out.exists()
     assert all(row["environment_tokens"] > 0 for row in metrics(alone))
-    for found, expected in zip(metrics(jobs[1]), metrics(alone), strict=True):
-        assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    assert_close(jobs[1], alone)
 
 
 @pytest.mark.parametrize("side_by_side", [True, False])
@@ -157,9 +149,7 @@ def test_what_a_failed_run_had_in_memory_is_free_for_the_others(inputs, tmp_path
     [
         ({"dtype": "bfloat16"}, "grpo and hot differ in dtype"),
         (
-            {"rollout": {**SETTINGS["rollout"], "native": {"kv_cache_gib": 2}}},
-            "grpo and hot differ in rollout.native",
-        ),
+        ({"rollout": {**SETTINGS["rollout"], "native": {"kv_cache_gib": 2}}}, "grpo and hot differ in rollout.native"),
         ({"rollout": {**SETTINGS["rollout"], "engine": "vllm"}}, "need method=lora, the native engine and one process"),
         ({"method": "full", "weights": "bf16"}, "grpo and hot differ in"),
         ({"gradient_checkpointing": True}, "grpo and hot differ in gradient_checkpointing"),
@@ -231,6 +221,5 @@ def test_a_run_that_diverges_leaves_and_the_others_go_on(inputs, tmp_path, monke
     with pytest.raises(NotFiniteError, match=r"^dapo: .*NaN or infinite"):
         train_cohort(together)
     for place in (0, 2):
-        for found, other in zip(metrics(together[place]), metrics(expected[place]), strict=True):
-            assert found == pytest.approx(other, rel=1e-3, abs=1e-5)
+        assert_close(together[place], expected[place])
     assert not together[1].out.exists()

@@ -53,7 +53,6 @@ def imitate(folder, demonstrations, steps):
 @pytest.fixture
 def learn(tmp_path, monkeypatch):
     """The metrics of a run, before which the policy imitates what `demonstrated` gives: a question and turns."""
-    monkeypatch.setenv("QERL_COMMIT", "test")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(EXAMPLES)
     torch.manual_seed(0)

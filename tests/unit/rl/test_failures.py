@@ -15,15 +15,13 @@ from qerl.jobs import EvaluateJob
 from qerl.results.readers import StoredResults
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.train import TimeLimitError, train_run
-from qerl.rl.update import DivergedError
-from qerl.rollout.sampler import NotFiniteError
 from qerl.settings.base import parse
 from qerl.settings.models import Base
 from qerl.settings.run import RunSettings
 from qerl.settings.workflow import EvaluationSettings
 from tests import jobs
 from tests.conftest import in_nightly
-from tests.jobs import train_job, write_inputs
+from tests.jobs import metrics_of, train_job
 from tests.synthetic_results import write_table
 
 SETTINGS = {**jobs.SETTINGS, "reward": {"functions": {"own": "own_reward:count"}}}
@@ -42,15 +40,9 @@ def count(answer, problem):
 """
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
-
-
 @pytest.fixture
 def folder(inputs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("QERL_COMMIT", "test")
     monkeypatch.delitem(sys.modules, "own_reward", raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
     Path("own_reward.py").write_text(REWARD)
@@ -93,7 +85,7 @@ def test_out_of_memory_is_a_row_of_the_table_and_the_next_attempt_goes_on(folder
     lost = train(folder, "lost", on_failure="row")
     assert lost["status"] == "out of memory after 2 of 4 steps"
     assert lost["reason"] == "CUDA out of memory. Tried to allocate 2.00 GiB"
-    assert len((folder / "train/lost/metrics.jsonl").read_text().splitlines()) == 2
+    assert len(metrics_of(folder / "train/lost")) == 2
 
     base, skipped = evaluate(folder, None), evaluate(folder, "lost")
     assert json.loads(skipped.read_text())["tasks"] == {}
@@ -119,17 +111,16 @@ def test_a_run_over_its_time_is_a_row_and_goes_on_with_more_time(folder):
     late = train(folder, on_failure="row", time_limit=1e-9)
     assert late["status"] == "timeout of 1e-09 h after 1 of 4 steps"
     assert late["reason"].startswith("the run is over its time limit of 1e-09 h after 1 of 4 steps")
-    first = (folder / "train/run/metrics.jsonl").read_text()
+    [first] = metrics_of(folder / "train/run")
     # As if the first attempt had taken far more time and memory, in the checkpoint from which the second one continues.
     [file] = (folder / "work-run").rglob("step-*.pt")
     state = torch.load(file)
     state["rows"][0] |= {"seconds/step": 1000.0, "memory_bytes": 10**13}
     Checkpoints(file.parent, state.pop("fingerprint")).save(state.pop("step"), state)
     done = train(folder, on_failure="row", time_limit=1.0)
-    metrics = (folder / "train/run/metrics.jsonl").read_text()
-    rows = [json.loads(line) for line in metrics.splitlines()]
+    rows = metrics_of(folder / "train/run")
     assert done["summary"]["steps"] == 4
-    assert rows[0] == json.loads(first) | {"seconds/step": 1000.0, "memory_bytes": 10**13}  # not trained again
+    assert rows[0] == first | {"seconds/step": 1000.0, "memory_bytes": 10**13}  # not trained again
     assert done["summary"]["seconds"] == pytest.approx(sum(row["seconds/step"] for row in rows))
     assert done["summary"]["peak_memory_bytes"] == 10**13
 
@@ -142,8 +133,6 @@ def test_a_run_that_diverges_is_a_row(folder):
     lost = train(folder, "lost", diverging, on_failure="row")
     assert re.fullmatch(r"diverged after [0-7] of 8 steps", lost["status"])
     assert "not finite" in lost["reason"]
-    with pytest.raises((DivergedError, NotFiniteError)):
-        train(folder, "a", diverging)
 
 
 def test_without_on_failure_row_and_by_another_error_the_job_fails(folder):
@@ -161,10 +150,7 @@ def test_without_on_failure_row_and_by_another_error_the_job_fails(folder):
 
 @pytest.mark.parametrize(
     ("small", "limit", "status"),
-    [
-        ("2", None, "out of memory after 2 of 4 steps"),
-        *in_nightly(("", 1e-9, "timeout of 1e-09 h after 1 of 4 steps")),
-    ],
+    [("2", None, "out of memory after 2 of 4 steps"), *in_nightly(("", 1e-9, "timeout of 1e-09 h after 1 of 4 steps"))],
 )
 def test_what_ends_one_of_several_processes_is_the_same_row(folder, forking, small, limit, status):
     if small:

@@ -53,12 +53,9 @@ def test_small_tensors_are_updated_together_bit_for_bit(monkeypatch):
             for group in optimizer.param_groups:
                 group["lr"] = 1e-2 / (step + 1)
             optimizer.step()
-        for mine, other in zip(ours, theirs, strict=True):
-            assert torch.equal(mine, other)
-            states = joined.state[mine], alone.state[other]
-            assert states[0].keys() == states[1].keys()
-            for name, value in states[1].items():
-                assert torch.equal(torch.as_tensor(states[0][name]), torch.as_tensor(value)), name
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+        states = [[one.state[p] for p in tensors] for one, tensors in ((joined, ours), (alone, theirs))]
+        torch.testing.assert_close(*states, rtol=0, atol=0)
     assert len(joined.state) == len(JOINED)
     assert len(calls) < 8 * len(JOINED) - 2
 
@@ -191,10 +188,10 @@ def test_a_run_of_one_process_continues_on_two(tmp_path, wanted):
     """Blocks that go over the ends of rows are unpacked."""
     begun, optimizer = alone(optim.AdamW8bit, 1, 2)
     same = trained(tmp_path, 1, 2)
-    assert all(torch.equal(same[name], begun[name]) for name in SHAPES)
+    torch.testing.assert_close(same, begun, rtol=0, atol=0)
     state = [unpacked(state) for state in optimizer.state.values()]
     continued, _ = alone(torch.optim.AdamW, 3, 3, begun, state)
     exact, _ = wanted
     assert_like(trained(tmp_path, 2, 3, tmp_path / "begun-1-2"), exact, continued)
     again = trained(tmp_path, 1, 3, tmp_path / "begun-1-2")
-    assert all(torch.equal(again[name], exact[name]) for name in SHAPES)
+    torch.testing.assert_close(again, exact, rtol=0, atol=0)

@@ -8,11 +8,10 @@ import torch
 
 from qerl.kernels.packed_sequences import Packing, all_keys
 from qerl.models.blocks import NAME
-from qerl.models.policy import trained_in_full, with_adapter
+from qerl.models.policy import trained_in_full
 from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch, packed_tokens, split
 from qerl.rollout.sampler import Completion
-from qerl.settings.run import AdapterSettings
-from tests.parity.family_models import perturbed
+from tests.parity.family_models import adapted
 from tests.tiny import tiny_family, tiny_llama, tiny_qwen2, tiny_qwen3
 
 CPU = torch.device("cpu")
@@ -39,10 +38,6 @@ def samples(groups=((5, (7, 1, 12, 2)), (1, (3, 1)), (9, (20,))), vocabulary=90)
         for prompt, lengths in [(draw(p), lengths) for p, lengths in groups]
         for length in lengths
     ]
-
-
-def adapted(folder, name="qwen2", dtype="float32"):
-    return perturbed(with_adapter(folder / name, AdapterSettings(rank=4), dtype, 0, CPU))
 
 
 def padded(policy, drawn, temperature):
@@ -76,7 +71,7 @@ def assert_same(found, expected, tolerance=1e-5):
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("name", MAKERS)
 def test_logprobs_entropy_and_gradients_are_those_of_padded_sequences(folder, name, method):
-    policy = adapted(folder, name) if method == "lora" else trained_in_full(folder / name, "float32", CPU)
+    policy = adapted(folder / name) if method == "lora" else trained_in_full(folder / name, "float32", CPU)
     drawn = samples()
     batch = micro_batch(drawn, list(range(len(drawn))), CPU)
     found, expected = logprobs_and_entropy(policy, batch, 0.8), padded(policy, drawn, 0.8)
@@ -104,7 +99,7 @@ def test_keys_are_gathered_and_their_gradients_added_in_float32():
 
 def test_sampling_with_a_mask_is_that_of_transformers(folder):
     """Left padding and a cache, as the eager sampler has, after a packed pass."""
-    policy, drawn = adapted(folder), samples()
+    policy, drawn = adapted(folder / "qwen2"), samples()
     ids, mask = torch.tensor([[0, 0, 5, 6], [7, 8, 9, 4]]), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
     before = policy.lm(input_ids=ids, attention_mask=mask).logits
     logprobs_and_entropy(policy, micro_batch(drawn, [0, 1], CPU), 1.0)

@@ -1,7 +1,6 @@
 """Runs of several processes against runs of one on the same batch: replicas, shards and hosts (gloo, on the CPU)."""
 
 import ctypes
-import json
 import os
 import shutil
 import signal
@@ -22,7 +21,6 @@ from qerl.__main__ import main
 from qerl.cli import commands as cli
 from qerl.jobs import KilledError
 from qerl.models.policy import choose_device
-from qerl.models.quantize import quantize_checkpoint
 from qerl.results.schema import RolloutRow, StoredCompletion, read_rows
 from qerl.rl.parallel import Processes, start_processes
 from qerl.rl.train import Trainer, train_run
@@ -31,7 +29,7 @@ from qerl.settings.run import RunSettings
 from tests import jobs
 from tests.conftest import nightly
 from tests.forks import run_program
-from tests.jobs import train_job, write_inputs
+from tests.jobs import metrics_of, train_job, write_inputs
 from tests.scaling import CASES, PAGE, RESULTS, page
 
 SETTINGS = {
@@ -55,13 +53,6 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = write_inputs(tmp_path_factory.mktemp("run"))
-    quantize_checkpoint(folder / "base", folder / "nvfp4", "nvfp4")
-    return folder
-
-
 def trained(folder: Path, place: Path, name: str, values: dict, hours: float | None = None, **changes):
     """Weights and metrics of a run in a folder `name`, or its state alone if it ends after some hours."""
     own = parse(RunSettings, {**values, **changes}, "test")
@@ -74,9 +65,8 @@ def trained(folder: Path, place: Path, name: str, values: dict, hours: float | N
 
 
 def results(out: Path):
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     [weights] = (out / "policy").glob("*model.safetensors")
-    return load_file(weights), rows
+    return load_file(weights), metrics_of(out)
 
 
 def assert_same(one, other, few: float = 0.0) -> None:
@@ -98,9 +88,8 @@ def assert_same(one, other, few: float = 0.0) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_make_the_same_loss_and_weights_as_one(folder, tmp_path, monkeypatch, forking):
-    monkeypatch.setenv("QERL_COMMIT", "test")
-    assert_same(*(trained(folder, tmp_path, str(count), SETTINGS, processes=count) for count in (1, 2)))
+def test_two_processes_make_the_same_loss_and_weights_as_one(inputs, tmp_path, forking):
+    assert_same(*(trained(inputs, tmp_path, str(count), SETTINGS, processes=count) for count in (1, 2)))
     alone, shared = (stored_rollouts(tmp_path / name / "rollouts") for name in ("1", "2"))
     assert len(alone) == 2 * 3 * 4  # the first and the last step
     for a, b in zip(alone, shared, strict=True):
@@ -152,17 +141,17 @@ def test_a_script_that_every_process_would_run_again_is_told_what_to_write(tmp_p
 
 
 @pytest.mark.slow
-def test_all_processes_of_a_run_end_by_a_signal_with_a_checkpoint(folder, tmp_path, monkeypatch, forking):
+def test_all_processes_of_a_run_end_by_a_signal_with_a_checkpoint(inputs, tmp_path, monkeypatch, forking):
     """The command and its processes are forks here; `tests/faults/test_kill.py` starts both anew."""
     own = parse(RunSettings, {**SETTINGS, "processes": 2, "steps": 500, "checkpoint_every": 500}, "test")
-    job = train_job(own, folder / "nvfp4", folder / "data", tmp_path / "work", tmp_path / "r")
+    job = train_job(own, inputs / "nvfp4", inputs / "data", tmp_path / "work", tmp_path / "r")
     monkeypatch.setattr(sys, "argv", ["qerl", "rule", job.model_dump_json()])
     output = tmp_path / "said"
     command = os.fork()
     if command == 0:
         os.setpgid(0, 0)
         os.dup2(os.open(output, os.O_CREAT | os.O_WRONLY), 2)
-        run_program(main, tmp_path, {**os.environ, "QERL_COMMIT": "test"})
+        run_program(main, tmp_path, {**os.environ})
     try:
         ended = (0, 0)
         while ended == (0, 0) and not [*tmp_path.glob("work/*/metrics.jsonl")]:
@@ -217,17 +206,16 @@ FULL = {
 }
 
 
-def test_shards_train_as_one_process_and_continue_on_other_numbers_of_processes(folder, tmp_path, forking, monkeypatch):
-    monkeypatch.setenv("QERL_COMMIT", "test")
-    alone = trained(folder, tmp_path, "one", FULL)
+def test_shards_train_as_one_process_and_continue_on_other_numbers_of_processes(inputs, tmp_path, forking):
+    alone = trained(inputs, tmp_path, "one", FULL)
     assert any(row["silent/completions"] for row in alone[1])
-    assert_same(alone, trained(folder, tmp_path, "two", FULL, processes=2), 1e-4)
+    assert_same(alone, trained(inputs, tmp_path, "two", FULL, processes=2), 1e-4)
     # Two processes are stopped after the first step; one and four continue, these with what only saves memory.
-    trained(folder, tmp_path, "stopped", FULL, hours=1e-9, processes=2)
+    trained(inputs, tmp_path, "stopped", FULL, hours=1e-9, processes=2)
     sparing = {"gradient_checkpointing": True, "rollout": {**FULL["rollout"], "native": {"sleep": True}}}
     for count, changes in ((1, {}), (4, sparing)):
         shutil.copytree(tmp_path / "work-stopped", tmp_path / f"work-{count}")
-        assert_same(alone, trained(folder, tmp_path, str(count), FULL, processes=count, **changes), 1e-4)
+        assert_same(alone, trained(inputs, tmp_path, str(count), FULL, processes=count, **changes), 1e-4)
 
 
 # --- the table of measured runs ---
@@ -340,7 +328,6 @@ def ended(children: list[int], seconds: float) -> bool:
 def test_a_lost_host_ends_the_run_by_name_and_back_it_continues_to_what_one_process_trains(
     hosts, forking, monkeypatch, tmp_path
 ):
-    monkeypatch.setenv("QERL_COMMIT", "test")
     first, second = hosts
     step = Trainer.step
 

@@ -49,7 +49,6 @@ def settings(**values):
 
 def train(folders, target, **values):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QERL_COMMIT", "test")
         patch.setattr(miniature, "EagerSampler", lambda policy: Knowing(folders, policy))
         job = PretrainJob(settings=settings(**values), data=folders, work=target / "work", out=target)
         miniature.pretrain_base(job)

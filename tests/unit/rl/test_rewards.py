@@ -12,15 +12,7 @@ import torch
 from qerl import __main__
 from qerl.cli import commands
 from qerl.data.records import Problem, parse_record
-from qerl.rl.rewards import (
-    Answer,
-    differ,
-    function_parts,
-    group_advantages,
-    overlong_penalty,
-    reward_parts,
-    total,
-)
+from qerl.rl.rewards import Answer, differ, function_parts, group_advantages, overlong_penalty, reward_parts, total
 from qerl.rl.rollouts import Group
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RewardSettings

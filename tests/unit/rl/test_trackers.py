@@ -28,8 +28,7 @@ from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RunSettings
 from qerl.trackers import NAMES, TRL, Record, Trackers, tracked
 from tests.conftest import in_nightly, nightly
-from tests.jobs import SETTINGS, train_job, write_inputs
-from tests.unit.rl.tiny_trainer import TIMING
+from tests.jobs import SETTINGS, metrics_of, train_job, untimed
 
 ALL = ["tensorboard", "wandb", "trackio", "mlflow"]
 #: A metric of which each tracker has a name of TRL's, and one in another unit.
@@ -269,24 +268,13 @@ def test_a_missing_library_is_named_before_the_run(tmp_path, monkeypatch):
 # --- a run with trackers ---
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
-
-
 def job(inputs, folder, name, **changes):
     settings = parse(RunSettings, {**SETTINGS, "checkpoint_every": 2, **changes}, "test")
     return train_job(settings, inputs / "base", inputs / "data", folder / "work" / name, folder / name)
 
 
-def untimed(out):
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if not key.startswith(TIMING)} for row in rows]
-
-
 def test_trackers_change_nothing_and_have_every_step_once(inputs, tmp_path, monkeypatch):
     """The tracked run is killed in step 4, after the checkpoint of step 2."""
-    monkeypatch.setenv("QERL_COMMIT", "test")
     plain, tracked = job(inputs, tmp_path, "plain"), job(inputs, tmp_path, "tracked", track=["tensorboard"])
     train_run(plain)
     with monkeypatch.context() as patch:
@@ -297,11 +285,11 @@ def test_trackers_change_nothing_and_have_every_step_once(inputs, tmp_path, monk
             train_run(tracked)
     assert [step for step, _ in scalars(tracked.tracked / "tensorboard")["train/reward"]] == [1, 2, 3]
     train_run(tracked)
-    assert untimed(tracked.out) == untimed(plain.out)
+    rows = metrics_of(tracked.out)
+    assert untimed(rows) == untimed(metrics_of(plain.out))
     policies = [load_file(one.out / "policy/adapter_model.safetensors") for one in (plain, tracked)]
-    assert all(torch.equal(policies[0][name], policies[1][name]) for name in policies[0])
+    torch.testing.assert_close(*policies, rtol=0, atol=0)
     logged = scalars(tracked.tracked / "tensorboard")
-    rows = untimed(tracked.out)
     for name, key in {"train/completions/mean_length": "completion_length", "train/loss": "loss"}.items():
         assert logged[name] == [(row["step"], pytest.approx(row[key])) for row in rows]
 

@@ -13,18 +13,9 @@ from qerl.rl.train import make_policy
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RunSettings
+from tests.jobs import untimed
 from tests.tiny import edit_config, tiny_qwen2
-from tests.unit.rl.tiny_trainer import (
-    BASE,
-    CPU,
-    EXPERTS,
-    PPO,
-    SHARP,
-    packed_family,
-    trainer,
-    untimed,
-    weights,
-)
+from tests.unit.rl.tiny_trainer import BASE, CPU, EXPERTS, PPO, SHARP, packed_family, trainer, weights
 
 pytestmark = pytest.mark.usefixtures("rewarded_characters")
 
@@ -48,8 +39,7 @@ def test_casts_of_adapters_that_all_passes_of_an_update_share_change_no_bit(chec
         assert all(shared) if most else not any(shared)
         made.append((rows, weights(run)))
         used.clear()
-    assert made[0][0] == made[1][0]
-    assert all(torch.equal(made[0][1][name], made[1][1][name]) for name in made[1][1])
+    torch.testing.assert_close(*made, rtol=0, atol=0)
 
 
 def test_the_samplers_entropy_is_that_of_its_completions(checkpoints, tmp_path):
@@ -142,7 +132,7 @@ def test_a_repetition_changes_completions_and_neither_problems_nor_the_adapter(c
     rollouts = [{**BASE["rollout"], "repetition": number} for number in (0, 0, 1)]
     runs = [trainer(checkpoints, tmp_path / str(number), rollout=one) for number, one in enumerate(rollouts)]
     first = [weights(run) for run in runs]
-    assert all(torch.equal(first[0][name], first[2][name]) for name in first[0])
+    torch.testing.assert_close(first[0], first[2], rtol=0, atol=0)
     same, again, other = ([group for group in run.collector.collect(1, 0).groups] for run in runs)
     assert [g.problem.id for g in same] == [g.problem.id for g in other]
     drawn = [[list(c.token_ids) for g in groups for c in g.completions] for groups in (same, again, other)]
@@ -186,11 +176,10 @@ def test_gradient_checkpointing_computes_blocks_twice_and_changes_nothing(checkp
 
         block.self_attn.register_forward_hook(counted)
         run.step(1, 0)
-        trained[again] = {name: p.detach().clone() for name, p in run.policy.trainable()}
+        trained[again] = weights(run)
     assert calls[True] == 2 * calls[False] > 0
     assert calls["auto"] == calls[False]
-    for name, values in trained[False].items():
-        assert torch.equal(values, trained[True][name]), name
+    torch.testing.assert_close(trained[True], trained[False], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("method", [{}, {"weights": "bf16", "method": "full"}])

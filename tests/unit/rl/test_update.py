@@ -49,14 +49,10 @@ def test_gradient_loss_and_clipping_are_those_of_all_completions(checkpoints, lo
     assert found["loss"] == (pytest.approx(expected["loss"], rel=1e-5) if "correction" in loss else expected["loss"])
     for key in ("grad_norm", "entropy", "mismatch/kl", "mismatch/max_ratio", "ess/tokens", "ess/sequences"):
         assert found[key] == pytest.approx(expected[key], rel=1e-5), key
-    assert (found["clip_ratio/low"], found["clip_ratio/high"]) == (
-        expected["clip_ratio/low"],
-        expected["clip_ratio/high"],
-    )
-    before = gradients(full)
-    for name, gradient in gradients(short).items():
-        assert gradient.abs().max() > 0, name
-        torch.testing.assert_close(gradient, before[name], rtol=1e-4, atol=1e-7, msg=name)
+    for key in ("clip_ratio/low", "clip_ratio/high"):
+        assert found[key] == expected[key]
+    assert all(gradient.any() for gradient in gradients(short).values())
+    torch.testing.assert_close(gradients(short), gradients(full), rtol=1e-4, atol=1e-7)
 
 
 def tokens_read(made: Updater, samples: list[Sample]) -> dict[bool, int]:
@@ -119,7 +115,6 @@ def test_a_step_without_any_gradient_decays_weights_and_follows_momentum_as_befo
     """The step of torch's AdamW on gradients of zero, after a step with momentum."""
     made = updater(checkpoints)
     made.update(1, batch())
-    names = [name for name, _ in made.policy.trainable()]
     expected = {name: p.detach().clone().requires_grad_() for name, p in made.policy.trainable()}
     oracle = torch.optim.AdamW(
         [
@@ -138,10 +133,8 @@ def test_a_step_without_any_gradient_decays_weights_and_follows_momentum_as_befo
     for parameter in expected.values():
         parameter.grad = torch.zeros_like(parameter)
     oracle.step()
-    moved = dict(made.policy.trainable())
-    assert any(POLICY_ADAPTER in name for name in names)
-    for name in names:
-        assert torch.equal(moved[name], expected[name]), name
+    assert any(POLICY_ADAPTER in name for name in expected)
+    torch.testing.assert_close(dict(made.policy.trainable()), expected, rtol=0, atol=0)
 
 
 def test_what_is_silent_and_which_are_sampled():
@@ -185,9 +178,8 @@ def test_a_process_without_work_takes_part(checkpoints, tmp_path, forking):
     for other_rows, other_lonely, other_weights in others:
         for row, other in zip(rows, other_rows, strict=True):
             assert other == pytest.approx(row, rel=1e-5, abs=1e-9)
-        for name in lonely:
-            torch.testing.assert_close(other_lonely[name], lonely[name], rtol=1e-4, atol=1e-7, msg=name)
-            torch.testing.assert_close(other_weights[name], weights[name], rtol=0, atol=1e-6, msg=name)
+        torch.testing.assert_close(other_lonely, lonely, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(other_weights, weights, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("loss", [{"name": "grpo", "kl": 0.1}, {"name": "gspo"}, {"name": "ppo"}], ids=str)

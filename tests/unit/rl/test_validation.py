@@ -13,7 +13,8 @@ from qerl.rollout.eager import EagerSampler
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.data import DatasetSettings
 from qerl.settings.run import RunSettings, ValidationSettings
-from tests.unit.rl.tiny_trainer import BASE, PROBLEMS, kill_at, untimed, weights
+from tests.jobs import untimed
+from tests.unit.rl.tiny_trainer import BASE, PROBLEMS, kill_at, weights
 
 HELD_OUT = tuple(Problem(f"v{i}", f"{i} and {i + 1}?", f"#### {2 * i + 1}", str(2 * i + 1), None) for i in range(5))
 
@@ -64,8 +65,7 @@ def test_scores_change_nothing_else(checkpoints, tmp_path, rewarded_lower_case):
     others = [{key: value for key, value in row.items() if not key.startswith("validation/")} for row in found]
     assert untimed(others) == untimed(expected)
     assert list(scores(found)) == [2, 4, 5]  # every second step, and the last
-    for name, tensor in weights(plain).items():
-        assert torch.equal(tensor, weights(scored)[name]), name
+    torch.testing.assert_close(weights(scored), weights(plain), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("noise", [{}, {"schedule": "constant", "sigma_start": 0.5}])
@@ -87,13 +87,11 @@ def test_the_best_policy_is_kept_also_after_a_kill(checkpoints, tmp_path, reward
     best = max(found, key=lambda number: (found[number], -number))
     assert len(set(found.values())) > 1
     if best < 5:
-        for name, tensor in weights(whole).items():
-            assert torch.equal(tensor, after[best][name]), name
+        torch.testing.assert_close(weights(whole), after[best], rtol=0, atol=0)
     kill_at(4, cut, monkeypatch)
     again = trainer(checkpoints, tmp_path / "cut", **changes)
     assert untimed(again.run()) == untimed(rows)
-    for name, tensor in weights(whole).items():
-        assert torch.equal(tensor, weights(again)[name]), name
+    torch.testing.assert_close(weights(again), weights(whole), rtol=0, atol=0)
 
 
 def test_a_run_ends_at_a_plateau(checkpoints, tmp_path):

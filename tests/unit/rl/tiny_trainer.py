@@ -43,7 +43,6 @@ EXPERTS = {
 }
 #: The logits of a random policy are small, and its embedding is frozen.
 SHARP = {"max_tokens": 6, "temperature": 0.1}
-TIMING = ("seconds/", "tokens_per_second/", "memory_bytes")
 
 
 def trainer(checkpoints, work, /, **changes) -> Trainer:
@@ -55,10 +54,6 @@ def trainer(checkpoints, work, /, **changes) -> Trainer:
 
 def weights(trained: Trainer) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in trained.policy.trainable()}
-
-
-def untimed(rows):
-    return [{key: value for key, value in row.items() if not key.startswith(TIMING)} for row in rows]
 
 
 def packed_family(root, family, packed):

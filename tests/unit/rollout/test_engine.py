@@ -23,7 +23,7 @@ from qerl.rollout.sampler import BatchPart, SamplingParams
 from qerl.settings.base import ConfigError
 from qerl.settings.run import AdapterSettings, NativeSettings, NoiseSettings
 from tests.conftest import in_nightly
-from tests.parity.family_models import assert_drawn_by, perturbed
+from tests.parity.family_models import adapted, assert_drawn_by, perturbed
 from tests.tiny import tiny_family, tiny_gpt_oss, tiny_llama, tiny_qwen2, tiny_qwen3
 
 #: One, less than one, exactly one, and more than one page of the cache.
@@ -51,18 +51,18 @@ LIKE_OTHERS = ("qwen3", "llama", "mistral", "mistral-sliding", "qwen3_5")
 @pytest.fixture(scope="module", params=[*(n for n in MODELS if n not in LIKE_OTHERS), *in_nightly(*LIKE_OTHERS)])
 def any_policy(request, checkpoints):
     """A policy of each architecture whose adapter and norms have an effect."""
-    return perturbed(with_adapter(checkpoints[request.param], AdapterSettings(rank=4), "float32", seed=0, device=CPU))
+    return adapted(checkpoints[request.param])
 
 
 @pytest.fixture(scope="module")
 def policy(checkpoints):
-    return perturbed(with_adapter(checkpoints["qwen2"], AdapterSettings(rank=4), "float32", seed=0, device=CPU))
+    return adapted(checkpoints["qwen2"])
 
 
 @pytest.fixture(scope="module")
 def hybrid(checkpoints):
     """A policy with a block of attention and one of a delta net."""
-    return perturbed(with_adapter(checkpoints["qwen3_5"], AdapterSettings(rank=4), "float32", seed=0, device=CPU))
+    return adapted(checkpoints["qwen3_5"])
 
 
 def stop_at(policy, tokens):

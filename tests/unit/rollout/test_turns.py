@@ -6,13 +6,11 @@ from math import inf
 import pytest
 import torch
 
-from qerl.models.policy import with_adapter
 from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch
 from qerl.rollout import engine
 from qerl.rollout.decoder import Pool
 from qerl.rollout.sampler import SamplingParams
-from qerl.settings.run import AdapterSettings
-from tests.parity.family_models import forced, perturbed
+from tests.parity.family_models import adapted, forced
 from tests.tiny import tiny_family, tiny_qwen2
 from tests.unit.rollout.test_engine import PROMPTS, eager_of, in_float64, sampler_of, stop_at
 
@@ -28,7 +26,7 @@ def policy(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     torch.manual_seed(0)
     tiny_qwen2(folder) if request.param == "qwen2" else tiny_family(folder, "qwen3_5")
-    return perturbed(with_adapter(folder, AdapterSettings(rank=4), "float32", seed=0, device=CPU))
+    return adapted(folder)
 
 
 def most_turns(prompt, number):

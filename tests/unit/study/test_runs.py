@@ -21,16 +21,7 @@ from qerl.results.schema import (
     write_rows,
 )
 from qerl.settings.run import RunSettings
-from qerl.study.runs import (
-    differences,
-    gather_study,
-    gathered,
-    means,
-    outcomes,
-    read_studies,
-    read_study,
-    write_study,
-)
+from qerl.study.runs import differences, gather_study, gathered, means, outcomes, read_studies, read_study, write_study
 from tests.synthetic_results import NO_METRICS, listing, write_json, write_lines, write_run
 from tests.unit.study.test_dose import study
 

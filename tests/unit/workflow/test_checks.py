@@ -39,9 +39,8 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def settings(model, tmp_path, monkeypatch) -> dict:
+def settings(model, tmp_path) -> dict:
     """A run by hand on forty problems, one of which is longer than the context."""
-    monkeypatch.setenv("QERL_COMMIT", "test")
     rows = [{"question": f"What is {n} and {n}?", "answer": f"#### {2 * n}"} for n in range(39)]
     folder = tmp_path / "problems"
     folder.mkdir()

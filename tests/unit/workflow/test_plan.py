@@ -95,10 +95,7 @@ SAME = "arms.b has the same settings as the arm a"
         ({"grid": {"adapter.rnk": [4]}}, "unknown key `experiments.e.grid.adapter.rnk`; did you mean `"),
         ({"grid": {"adapter.targets": [["q_proj"], "q_proj"]}}, "`experiments.e.grid.adapter.targets` must be a list"),
         ({"grid": {"noise": EQUAL}}, "two runs are named e-run-noise-schedule-linear-stages-5-; keep one of equal"),
-        (
-            {"grid": {"adapter.targets": [["a b"], ["a-b"]]}},
-            "arms of grid values that differ only in special",
-        ),
+        ({"grid": {"adapter.targets": [["a b"], ["a-b"]]}}, "arms of grid values that differ only in special"),
         ({"grid": {"seed": [0, 1]}, "arms": {"a": {}, "b": {}}}, SAME),
         ({"grid": {"seed": [0, 1]}, "arms": {"a": {"steps": 7}, "b": {"seed": 0, "steps": 7}}}, SAME),
     ],
