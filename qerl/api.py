@@ -379,7 +379,7 @@ def evaluate(
         form = {**form_of(policy), **form}
     with writing(folder):
         data = _problem_folder(problems, form, folder)
-    scored = task.model_dump() if task else {"harness": harness_of(read_meta(data).format)}
+    scored: dict[str, Any] = task.model_dump() if task else {"harness": harness_of(read_meta(data).format)}
     scored["dataset"] = _TASK
     open_task(parse(TaskSettings, scored, "task"), {_TASK: data})  # before the policy is loaded
     if isinstance(policy, (str, Path)):

@@ -84,8 +84,14 @@ class _Threads:
 
 
 _threads = _Threads()
-# A forked process has none of these threads.
-os.register_at_fork(after_in_child=lambda: _Threads.__init__(_threads))
+
+
+def _forget_threads() -> None:
+    global _threads
+    _threads = _Threads()
+
+
+os.register_at_fork(after_in_child=_forget_threads)  # a forked process has none of them
 
 
 @dataclass(frozen=True)
@@ -239,8 +245,9 @@ class Conversations:
         for key, outcome in outcomes:
             # Not passed on: it would end the thread that draws for several runs, for which the others wait.
             if isinstance(outcome, BaseException) and not isinstance(outcome, Exception):
-                exits = isinstance(outcome, SystemExit)
-                did = f"ended the process with code {outcome.code!r}" if exits else f"raised {outcome!r}"
+                did = f"raised {outcome!r}"
+                if isinstance(outcome, SystemExit):
+                    did = f"ended the process with code {outcome.code!r}"
                 raise ConfigError(f"{self._name(*key)} {did}; raise an error there") from outcome
             if isinstance(outcome, Exception):
                 outcome.add_note(f"{self._name(*key)} raised this; mend it, or what it depends on, and start again")

@@ -148,7 +148,6 @@ def test_what_a_failed_run_had_in_memory_is_free_for_the_others(inputs, tmp_path
     ("changes", "words"),
     [
         ({"dtype": "bfloat16"}, "grpo and hot differ in dtype"),
-        (
         ({"rollout": {**SETTINGS["rollout"], "native": {"kv_cache_gib": 2}}}, "grpo and hot differ in rollout.native"),
         ({"rollout": {**SETTINGS["rollout"], "engine": "vllm"}}, "need method=lora, the native engine and one process"),
         ({"method": "full", "weights": "bf16"}, "grpo and hot differ in"),
