@@ -39,7 +39,7 @@ def imitate(folder, demonstrations, steps):
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = 4e-3 * (1 - step / steps)
         texts, masks = (
-            pad_sequence(rows, batch_first=True) for rows in zip(*(demonstrations() for _ in range(64)), strict=True)
+            pad_sequence(rows, batch_first=True) for rows in zip(*(demonstrations() for _ in range(32)), strict=True)
         )
         logprobs = model(texts).logits[:, :-1].log_softmax(-1).gather(-1, texts[:, 1:, None])[..., 0]
         loss = -(logprobs * masks[:, 1:]).sum() / masks.sum()
@@ -82,7 +82,7 @@ def test_a_policy_learns_to_ask_the_calculator(learn):
 
     rows = learn(
         demonstrated,
-        250,
+        700,  # with fewer it copies numbers so badly that to ask earns nothing, which depended on seed and CPU
         [{"problem": f"{a}+{b}", "answer": str(a + b)} for a in range(10) for b in range(10)],
         environment={"name": "calculator:Calculator", "turns": 3},
         reward={"format": 0},
@@ -107,7 +107,7 @@ def test_a_policy_learns_to_guess_by_what_it_hears(learn):
     guess = import_module("guess").Guess  # a notebook gives the class itself
     rewards = learn(
         demonstrated,
-        100,
+        200,
         [{"problem": f"{'?' * (1 + n % 3)}{'!' * (n // 3)}", "answer": str(n)} for n in (1, 2, 3)],
         environment={"name": guess, "turns": 2, "arguments": {"higher": ">", "lower": "<"}},
         reward={"correct": 0, "format": 0},

@@ -197,4 +197,5 @@ def test_without_rows_a_base_is_what_it_was_before_there_were_any(tmp_path, quic
     checks = json.loads((given.out / "pretrain.json").read_text())["checks"]
     assert [check["loss"] for check in checks] == pytest.approx([5.548028628, 4.003255765], rel=1e-5)
     sums = {name: found[name].double().abs().sum().item() for name in SUMS}
-    assert sums == pytest.approx(SUMS, rel=1e-5)
+    # Classes of CPUs differ by 3e-5, and another seed by 3e-3.
+    assert sums == pytest.approx(SUMS, rel=1e-4)
