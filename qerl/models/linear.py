@@ -137,6 +137,13 @@ class PackedLinear(nn.Module):
         """Map x [..., in_features] to [..., out_features], in the dtype of x."""
         return _PackedProduct.apply(x, self.bias, self)
 
+    def extra_repr(self) -> str:
+        """Shape and format, in the style of `nn.Linear`."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"weights_format={self.weights_format}"
+        )
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
         # `.to(dtype)` casts floating-point buffers, so the scales are moved as bytes, which it doesn't cast.
         packed = {id(self.get_buffer(name)) for name in self.packed_names}
