@@ -178,6 +178,22 @@ __device__ __forceinline__ u16* shrunk_place(const Params& p, const Share& share
 constexpr int SENDER_GROUPS = SMALL_BATCH || RANK_TILES <= 2 ? 4 : 2, SENDERS_AT_A_TIME = SENDER_GROUPS == 4 ? 10 : 8;
 constexpr int SUM_LANES = 32 / SENDER_GROUPS;
 
+// What a row's A x of 16 ranks is multiplied by: the adapter's scale, or in a cohort 0 at the ranks of another run.
+struct RowScale {
+    float factor;
+    bool own;
+
+    __device__ __forceinline__ RowScale(const Params& p, const Share& share, int tile, int row) {
+        const int of_row = COHORT ? p.runs[min(share.row_block * ROWS + row, p.m - 1)] : 0;
+        const int run = COHORT == STACKED ? tile % max(RANK_TILES, 1) * p.run_count / max(RANK_TILES, 1) : of_row;
+        factor = p.lora_factor[tile / max(RANK_TILES, 1) * p.run_count + run], own = run == of_row;
+    }
+    // Another run's sums may be NaN.
+    __device__ __forceinline__ u32 scaled(float low, float high) const {
+        return own ? to_bf16x2(low * factor, high * factor) : 0;
+    }
+};
+
 // Adds up A x in the senders' order. All warps that add up share out the sums.
 __device__ __forceinline__ void share_sums(const Params& p, const Share& share, int number, int lane) {
     const ShrinkUnits units(p, share.workers);
@@ -192,6 +208,9 @@ __device__ __forceinline__ void share_sums(const Params& p, const Share& share, 
             const int unit = tile / (SHRINK_ROWS * CLUSTER / 16) * share.column_blocks;
             senders = 2 * (units.sender(unit + share.column_blocks - 1) - units.sender(unit) + 1);
         }
+        // A's rows g (x, y) and g + 8 (z, w), rows 2t (x, z) and 2t + 1 (y, w) of x.
+        const int row = n * 8 + place % 4 * 2, rows = p.m - share.row_block * ROWS;
+        const RowScale first(p, share, tile, row), second(p, share, tile, row + 1);  // while the sums are on their way
         uint4* from = shrink_sums(p, share, tile, group) + n * 32 + place;
         const size_t step = (size_t)X_TILES * 32 * SENDER_GROUPS;
         float4 c = {0, 0, 0, 0};
@@ -204,15 +223,7 @@ __device__ __forceinline__ void share_sums(const Params& p, const Share& share, 
             c.x += __shfl_xor_sync(~0u, c.x, other), c.y += __shfl_xor_sync(~0u, c.y, other);
             c.z += __shfl_xor_sync(~0u, c.z, other), c.w += __shfl_xor_sync(~0u, c.w, other);
         }
-        // A's rows g (x, y) and g + 8 (z, w), rows 2t (x, z) and 2t + 1 (y, w) of x.
-        const int row = n * 8 + place % 4 * 2, rows = p.m - share.row_block * ROWS;
-        const auto scaled = [&](int row, float low, float high) {
-            const int of_row = COHORT ? p.runs[min(share.row_block * ROWS + row, p.m - 1)] : 0;
-            const int run = COHORT == STACKED ? tile % max(RANK_TILES, 1) * p.run_count / max(RANK_TILES, 1) : of_row;
-            const float factor = p.lora_factor[tile / max(RANK_TILES, 1) * p.run_count + run];
-            return run == of_row ? to_bf16x2(low * factor, high * factor) : 0;  // another run's may be NaN
-        };
-        const u32 even = scaled(row, c.x, c.z), odd = scaled(row + 1, c.y, c.w);
+        const u32 even = first.scaled(c.x, c.z), odd = second.scaled(c.y, c.w);
 #pragma unroll
         for (int high = 0; high < 2; high++) {
             if (group) continue;
