@@ -608,6 +608,8 @@ class EngineSampler:
         self.settings = settings
         self.max_sequences = max_sequences
         self._decoder = Decoder(self.policies, settings.kernels)
+        # Counted once: to go through the weights of 7B takes 6 ms.
+        self._steps_between_looks = steps_between_looks(weight_bytes(policy))
         self._pool: Pool | None = None
         #: Whether memory bounds the cache's pages, and the slots of a model with delta nets.
         self._bounded = self._few_slots = False
@@ -694,7 +696,7 @@ class EngineSampler:
                 run=run,
             )
         prefill_tokens = 1 if self.settings.batch_invariant else PREFILL_TOKENS
-        scheduler = Scheduler(pool, requests, prefill_tokens, steps_between_looks(weight_bytes(self.policy)))
+        scheduler = Scheduler(pool, requests, prefill_tokens, self._steps_between_looks)
         completions = scheduler.run(stops)
         self.phases = scheduler.clock.phases()
         if pool.pages.available != pool.pages.count - 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -633,9 +634,11 @@ class Copies:
         self._kept_alive = [*targets, *sources]
         self._targets = torch.tensor([tensor.data_ptr() for tensor in targets], device=device)
         self._sources = torch.tensor([tensor.data_ptr() for tensor in sources], device=device)
-        self._sizes = torch.tensor([tensor.numel() for tensor in sources], device=device)
-        self._widths = torch.tensor([tensor.shape[1] for tensor in targets], device=device)
-        self._strides = torch.tensor([tensor.stride(0) for tensor in targets], device=device)
+        # Of 32 bits, because the kernel divides by widths.
+        integers = partial(torch.tensor, dtype=torch.int32, device=device)
+        self._sizes = integers([tensor.numel() for tensor in sources])
+        self._widths = integers([tensor.shape[1] for tensor in targets])
+        self._strides = integers([tensor.stride(0) for tensor in targets])
         self._grid = len(sources), triton.cdiv(max(tensor.numel() for tensor in sources), _BLOCK)
 
     def __call__(self) -> None:
