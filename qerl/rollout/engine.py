@@ -608,7 +608,7 @@ class EngineSampler:
         self.settings = settings
         self.max_sequences = max_sequences
         self._decoder = Decoder(self.policies, settings.kernels)
-        # Counted once: to go through the weights of 7B takes 6 ms.
+        # Counted once, because to go through all tensors of 7B takes milliseconds.
         self._steps_between_looks = steps_between_looks(weight_bytes(policy))
         self._pool: Pool | None = None
         #: Whether memory bounds the cache's pages, and the slots of a model with delta nets.
