@@ -26,7 +26,7 @@ SPEED = (ROOT / "docs/speed.md").read_text().splitlines()
 def readme_row(work: str) -> list[list[str]]:
     """The figures in the row of the page of speed for some work: ours, the peer's, the ratio."""
     [line] = [line for line in SPEED if line.startswith(f"| {work}")]
-    return [re.findall(r"[\d,]*\.?\d+", cell.rpartition(":")[2]) for cell in line.strip("|").split("|")[1:]]
+    return [re.findall(r"[\d,]*\.?\d+", cell.rpartition(":")[2]) for cell in line.strip("|").split("|")[1:4]]
 
 
 def test_the_speeds_of_the_readme_are_rows_of_the_page():
@@ -34,6 +34,61 @@ def test_the_speeds_of_the_readme_are_rows_of_the_page():
     rows = [line for line in section.splitlines() if line.startswith("|")]
     assert rows
     assert not {*rows} - {*SPEED}
+    assert [row.split("|")[1].strip() for row in rows[2:]] == [*OF_README]
+
+
+#: The rows of the README, and the samples that each is of: ours and the peer's.
+OF_README = {
+    "7B rollout of mixed lengths, 64 prompts × 8, end to end, LoRA r32, tokens/s": (
+        "mix-native-7B-nvfp4-r32-64x8-300to2048-seed0.json",
+        "mix-vllm-7B-nvfp4-r32-64x8-300to2048-seed0.json",
+    ),
+    **{
+        f"7B decode at {counts} sequences, tokens/s": (
+            "decode-native-7B-nvfp4-r16-128x256.json",
+            "decode-vllm-7B-nvfp4-r16-128x256.json",
+            "decode-vllm-7B-bf16-r16-128x256.json",
+        )
+        for counts in ("1 / 8 / 32", "64 / 128 / 256")
+    },
+    "GRPO step of mixed lengths, 7B, 16 × 8 completions, half of the groups without a gradient, s": (
+        "step-qerl-7B-nvfp4-r16-16x8-256x300to2048-equal0.5-auto.json",
+        "unsloth-7B-bf16-r16-mixed.txt",
+    ),
+    "the same step beside TRL, s": (
+        "step-qerl-7B-nvfp4-r16-16x8-256x300to2048-equal0.5-auto.json",
+        "step-trl-7B-bf16-r16-16x8-256x300to2048-equal0.5-recompute.json",
+    ),
+    "GRPO step of 7B, 16 × 8 completions of 1,024 tokens, s": (
+        "step-qerl-7B-nvfp4-r16-16x8-128x1024-auto.json",
+        "step-trl-7B-bf16-r16-16x8-128x1024-recompute.json",
+    ),
+    "the same, if both recompute activations, s": (
+        "step-qerl-7B-nvfp4-r16-16x8-128x1024-recompute.json",
+        "step-trl-7B-bf16-r16-16x8-128x1024-recompute.json",
+    ),
+}
+
+
+@pytest.mark.parametrize("work", OF_README)
+def test_a_row_of_the_readme_states_the_peers_versions_the_host_and_who_recomputes(work):
+    files = [PEERS / name for name in OF_README[work]]
+    stamps = [json.loads(file.read_text())["provenance"] for file in files]
+    [line] = [line for line in SPEED if line.startswith(f"| {work} |")]
+    peer, condition = (line.split("|")[place].strip() for place in (3, 5))
+    [host] = {stamp["machine"]["host"] for stamp in stamps}
+    parts = condition.split("; ")
+    assert parts[0] == host
+    for name in ("unsloth", "vllm"):
+        release = stamps[-1]["versions"].get(name, "").rpartition(".")[0]
+        assert f"{name} {release}".strip() in peer.lower() or not release
+    assert ("TRL 1.16" in peer) == (json.loads(files[-1].read_text()).get("system") == "TRL 1.16.0 BF16 LoRA")
+    if "step" in work or "recompute" in work:
+        ours, *_ = steps = [json.loads(file.read_text()) for file in files]
+        ours_recomputes = ours["given_up"]["recomputed"] > 0
+        trl, unsloth = steps[-1].get("settings", {}).get("recompute"), "asked" in steps[-1]
+        assert trl or unsloth
+        assert parts[1:] == ["both" if ours_recomputes else "TRL" if trl else "Unsloth"]
 
 
 @pytest.fixture(scope="module")
@@ -140,20 +195,18 @@ def test_the_step_of_the_readme_is_that_of_the_workflow():
         [trl] = steps[(steps["system"] == "TRL 1.16.0 BF16 LoRA")]["samples"]
         return median(ours), median(trl)
 
-    pairs = [seconds(size, "128x1024") for size in ("7B", "14B")]
-    columns = [*zip(*pairs, strict=True), [trl / ours for ours, trl in pairs]]
-    formats = ("{:.1f}", "{:.1f}", "{:.2f}")
-    shown = [[one.format(value) for value in column] for one, column in zip(formats, columns, strict=True)]
-    assert readme_row("GRPO step of 7B / 14B") == shown
+    def row(ours, theirs):
+        return [[f"{ours:.1f}"], [f"{theirs:.1f}"], [f"{theirs / ours:.2f}"]]
+
+    for size in ("7B", "14B"):
+        assert readme_row(f"GRPO step of {size}, 16") == row(*seconds(size, "128x1024"))
     [again] = load([PEERS / "step-qerl-7B-nvfp4-r16-16x8-128x1024-recompute.json"], "grpo_step")["samples"]
-    ours, trl = median(again), pairs[0][1]
-    assert readme_row("GRPO step of 7B, 16") == [[f"{ours:.1f}"], [f"{trl:.1f}"], [f"{trl / ours:.2f}"]]
+    assert readme_row("the same, if both") == row(median(again), seconds("7B", "128x1024")[1])
     ours, trl = seconds("7B", "256x300to2048")
-    assert readme_row("the same step beside TRL") == [[f"{ours:.1f}"], [f"{trl:.1f}"], [f"{trl / ours:.2f}"]]
+    assert readme_row("the same step beside TRL") == row(ours, trl)
     measured = json.loads((PEERS / "unsloth-7B-bf16-r16-mixed.txt").read_text())["runs"][0]["steps"]
     unsloth = median(step["seconds"] for step in measured if not step["warm_up"])
-    row = [[f"{ours:.1f}"], [f"{unsloth:.1f}"], [f"{unsloth / ours:.2f}"]]
-    assert readme_row("GRPO step of mixed lengths, 7B") == row
+    assert readme_row("GRPO step of mixed lengths, 7B") == row(ours, unsloth)
 
 
 def test_the_memory_of_the_readme_is_the_least_cap_that_passed():
