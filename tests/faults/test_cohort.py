@@ -109,6 +109,7 @@ def seconds_until(function, limit=None):
     return None if status else used.ru_utime + used.ru_stime
 
 
+@pytest.mark.usefixtures("alone")  # imports and hashes for a second or two, which each fork would do again
 @pytest.mark.parametrize("sampler", KILLS)
 def test_a_cohort_killed_at_any_moment_continues_as_if_it_were_not(jobs, monkeypatch, sampler):
     if sampler == "engine":
