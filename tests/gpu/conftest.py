@@ -47,4 +47,4 @@ def sizes_of_a_gpu(monkeypatch):
         sizes = {"multi_processor_count": 8, "shared_memory_per_block_optin": 100_000}
         properties = SimpleNamespace(**sizes, shared_memory_per_multiprocessor=101_000)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-        monkeypatch.setattr("qerl.kernels.triton.prompt_attention._reads", lambda dim_block, device: (32, 1))
+        monkeypatch.setattr("qerl.kernels.triton.prompt_attention._reads", lambda dim_block, device: (64, 1))
