@@ -168,7 +168,7 @@ def test_routes_groups_and_sums_are_those_of_pytorch(tokens, chosen, many):
     """Some experts have no pairs, and others more than a program reads at a time; over 2,048 take two launches."""
     scores = 3 * torch.randn(tokens, many, device=DEVICE) - 2 * torch.arange(many, device=DEVICE) / many
     numbers, weights = reference.route(scores, chosen, True)
-    few = tokens < 100 or not INTERPRETED
+    few = tokens < 50 or not INTERPRETED  # a program has one token, so that more are more of the same
     for normalised in (True, False) if few else ():
         found, expected = (module.route(scores, chosen, normalised) for module in (experts, reference))
         assert torch.equal(found[0], expected[0])
