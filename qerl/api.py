@@ -377,19 +377,20 @@ def evaluate(
     check_evaluation(problems, folder)
     if isinstance(policy, (str, Path)) and not (task and task.task):
         form = {**form_of(policy), **form}
-    with writing(folder):
+    with writing(folder), alone(folder / paths.WORK):
+        check_evaluation(problems, folder)  # which another process may have finished just now
         data = _problem_folder(problems, form, folder)
-    scored: dict[str, Any] = task.model_dump() if task else {"harness": harness_of(read_meta(data).format)}
-    scored["dataset"] = _TASK
-    open_task(parse(TaskSettings, scored, "task"), {_TASK: data})  # before the policy is loaded
-    if isinstance(policy, (str, Path)):
-        policy = load(policy, dtype)
-    computed = str(policy.lm.dtype).removeprefix("torch.")
-    settings = _evaluation_settings(scored, repeats, seed, computed, sampling)
-    row: dict[str, Any] = {"eval": folder.name, "model": policy.tokenizer.name_or_path}
-    row |= {"adapter": policy.peft is not None, "settings": settings.model_dump(mode="json")}
-    with writing(folder):
+        scored: dict[str, Any] = task.model_dump() if task else {"harness": harness_of(read_meta(data).format)}
+        scored["dataset"] = _TASK
+        open_task(parse(TaskSettings, scored, "task"), {_TASK: data})  # before the policy is loaded
+        if isinstance(policy, (str, Path)):
+            policy = load(policy, dtype)
+        computed = str(policy.lm.dtype).removeprefix("torch.")
+        settings = _evaluation_settings(scored, repeats, seed, computed, sampling)
+        row: dict[str, Any] = {"eval": folder.name, "model": policy.tokenizer.name_or_path}
+        row |= {"adapter": policy.peft is not None, "settings": settings.model_dump(mode="json")}
         score_policy(policy, settings, row, {_TASK: data}, folder)
+        shutil.rmtree(folder / paths.WORK)
     return Evaluation(folder)
 
 
@@ -443,7 +444,8 @@ def check_evaluation(problems: Problems, out: PathLike) -> None:
     if (folder / paths.RESULT).exists():
         raise ConfigError(f"{folder} holds an evaluation already; give another folder as `out`")
     # Files of a killed evaluation.
-    written = {paths.DATA, f".{paths.DATA}.partial", paths.SAMPLES, paths.OUTCOMES, f"{paths.RESULT}.partial"}
+    written = {paths.WORK, paths.DATA, f".{paths.DATA}.partial", paths.SAMPLES, paths.OUTCOMES}
+    written |= {f"{paths.RESULT}.partial"}
     others = {file.name for file in folder.iterdir()} - written - {RECORDS} if folder.is_dir() else set()
     data = folder / paths.DATA
     if others or (folder.exists() and not folder.is_dir()) or (data.exists() and not (data / paths.DATASET).is_file()):

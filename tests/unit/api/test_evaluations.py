@@ -7,6 +7,7 @@ import pytest
 
 import qerl
 from qerl.data.sources import parse_run, prepare
+from qerl.evals import evaluate
 from qerl.evals.evaluate import EvaluationError
 from qerl.settings.base import ConfigError, UserError
 from qerl.settings.workflow import TaskSettings
@@ -58,6 +59,22 @@ def test_every_problem_of_a_file_is_evaluated(model, problems, tmp_path):
         qerl.evaluate(tmp_path / "none", [{"prompt": "Two?"}], tmp_path / "unanswered")
     given = qerl.evaluate(policy, ROWS, tmp_path / "given", repeats=2, max_tokens=4)
     assert given.samples["completion"].tolist() == outcome.samples["completion"].tolist()
+
+
+def test_a_folder_that_another_process_is_filling_is_left_to_it(model, problems, tmp_path, monkeypatch):
+    score = evaluate.score_policy
+
+    def score_while_another_starts(*arguments):
+        monkeypatch.setattr(evaluate, "score_policy", score)
+        with pytest.raises(ConfigError, match=r"process \d+ on .* is at work in .*/e/work; wait"):
+            qerl.evaluate(model, [], tmp_path / "e")
+        score(*arguments)
+
+    monkeypatch.setattr(evaluate, "score_policy", score_while_another_starts)
+    outcome = qerl.evaluate(model, problems, tmp_path / "e", repeats=1, max_tokens=4)
+    assert len(outcome.samples) == 40
+    left = {"data", "outcomes.jsonl", "result.json", "samples.jsonl"}
+    assert {path.name for path in outcome.folder.iterdir()} == left
 
 
 def test_a_stock_task_has_its_own_prompt_and_examples(model, problems, tmp_path):
