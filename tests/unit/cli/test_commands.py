@@ -74,6 +74,12 @@ def test_keys_of_the_command_line_are_over_those_of_the_file(call, folder):
     call("train", "run.yaml", "rollout.sampling.max_tokens=3", "adapter.rank=4", "--out", "changed")
     settings = qerl.Run(folder / "changed").settings
     assert (settings.rollout.sampling.max_tokens, settings.rollout.group_size, settings.adapter.rank) == (3, 2, 4)
+    with pytest.raises(ConfigError, match=r"^run\.yaml with seed, adapter\.rnk: unknown key `adapter\.rnk`"):
+        call("train", "run.yaml", "seed=1", "adapter.rnk=4", "--out", "misspelt")
+    moved = (folder / "changed").rename(folder / "moved")
+    call("train", "moved/run.yaml", "gradient_checkpointing=true")
+    assert not (folder / "changed").exists()
+    assert qerl.Run(moved).finished
 
 
 def test_version_and_help(call):
