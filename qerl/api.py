@@ -382,11 +382,12 @@ def evaluate(
         data = _problem_folder(problems, form, folder)
         scored: dict[str, Any] = task.model_dump() if task else {"harness": harness_of(read_meta(data).format)}
         scored["dataset"] = _TASK
-        open_task(parse(TaskSettings, scored, "task"), {_TASK: data})  # before the policy is loaded
+        # Before the policy is loaded, whose dtype is known only then.
+        open_task(parse(TaskSettings, scored, "task"), {_TASK: data})
+        settings = _evaluation_settings(scored, repeats, seed, dtype or "bfloat16", sampling)
         if isinstance(policy, (str, Path)):
             policy = load(policy, dtype)
-        computed = str(policy.lm.dtype).removeprefix("torch.")
-        settings = _evaluation_settings(scored, repeats, seed, computed, sampling)
+        settings = settings.model_copy(update={"dtype": str(policy.lm.dtype).removeprefix("torch.")})
         row: dict[str, Any] = {"eval": folder.name, "model": policy.tokenizer.name_or_path}
         row |= {"adapter": policy.peft is not None, "settings": settings.model_dump(mode="json")}
         score_policy(policy, settings, row, {_TASK: data}, folder)
@@ -488,7 +489,10 @@ def _problem_folder(problems: Problems, form: Mapping[str, Any], out: Path) -> P
     # All records of a list are asked, as those of a file.
     as_file = records.files and not isinstance(problems, Mapping)
     source: Any = records.values["origin"]["path"] if as_file else records.values
+    own = out / paths.DATA
     if isinstance(source, (str, Path)) and (Path(source) / paths.DATASET).is_file():
+        if Path(source).resolve() != own.resolve():
+            shutil.rmtree(own, ignore_errors=True)  # of a killed evaluation, for whose problems a card would take it
         return Path(source)
     if isinstance(source, DatasetSettings):
         settings = source
@@ -498,9 +502,9 @@ def _problem_folder(problems: Problems, form: Mapping[str, Any], out: Path) -> P
         all_of_it = {} if Path(source).is_dir() else {"validation_fraction": 0, "test_fraction": 1}
         values = {**local_dataset(Path(source), **all_of_it), **form}
         settings = parse(DatasetSettings, values, "problems")
-    shutil.rmtree(out / paths.DATA, ignore_errors=True)
-    make_folder(out / paths.DATA, lambda folder: prepare(settings, folder))
-    return out / paths.DATA
+    shutil.rmtree(own, ignore_errors=True)
+    make_folder(own, lambda folder: prepare(settings, folder))
+    return own
 
 
 # Exports of finished runs: a base with an adapter for stock vLLM, or one checkpoint.

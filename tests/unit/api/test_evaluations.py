@@ -57,6 +57,8 @@ def test_every_problem_of_a_file_is_evaluated(model, problems, tmp_path):
         qerl.evaluate(policy, problems, tmp_path / "e")
     with pytest.raises(EvaluationError, match="state no answer"):  # before the policy is looked for
         qerl.evaluate(tmp_path / "none", [{"prompt": "Two?"}], tmp_path / "unanswered")
+    with pytest.raises(ConfigError, match="repeats=4 at sampling.temperature=0 .*use repeats=1"):
+        qerl.evaluate(tmp_path / "none", ROWS, tmp_path / "greedy", temperature=0)
     given = qerl.evaluate(policy, ROWS, tmp_path / "given", repeats=2, max_tokens=4)
     assert given.samples["completion"].tolist() == outcome.samples["completion"].tolist()
 
@@ -100,7 +102,11 @@ def test_a_stock_task_has_its_own_prompt_and_examples(model, problems, tmp_path)
 def test_prepared_data_is_evaluated_on_its_test_split(model, problems, tmp_path):
     settings = parse_run({"model": "m", "dataset": str(problems), "out": "o"}, "test").dataset
     prepare(settings, tmp_path / "data")
-    outcome = qerl.evaluate(qerl.load(model, dtype="float32"), tmp_path / "data", tmp_path / "e", max_tokens=4)
+    policy = qerl.load(model, dtype="float32")
+    with pytest.raises(EvaluationError, match="state no answer"):
+        qerl.evaluate(policy, [{"prompt": "Two?"}], tmp_path / "e")
+    outcome = qerl.evaluate(policy, tmp_path / "data", tmp_path / "e", max_tokens=4)
+    assert not (tmp_path / "e/data").exists()  # whose problems weren't asked
     rows = [json.loads(line) for line in (tmp_path / "data/test.jsonl").open()]
     assert 0 < len(rows) < 40
     assert set(outcome.samples["gold"]) == {row["answer"].removeprefix("#### ") for row in rows}
