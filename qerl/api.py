@@ -514,8 +514,8 @@ def export(run: PathLike, out: PathLike, merged: MergedFormat | None = None) -> 
     """Write a finished run's policy into the new folder `out` for stock vLLM: a checkpoint `base`, a LoRA `adapter`.
 
     Trained norms, which no engine takes as an adapter, are in the base, in float32: an engine that computes in 16 bits
-    rounds them as it loads them. With `merged`, `out` is one checkpoint in place of both. All its tensors are bfloat16,
-    and with `nvfp4` the linear layers of the blocks are then rounded to NVFP4.
+    rounds them as it loads them. With `merged`, `out` is one checkpoint with a card in place of both. All its tensors
+    are bfloat16, and with `nvfp4` the linear layers of the blocks are then rounded to NVFP4.
     """
     trained = Run(path_argument(run, "run"))
     check_finished(trained)
@@ -527,11 +527,19 @@ def export(run: PathLike, out: PathLike, merged: MergedFormat | None = None) -> 
         check_installed("train")
     target = _new_folder(out)
     check_checkpoint(trained.checkpoint)
+    from qerl.models.adapter_files import CARD
     from qerl.models.export import export as write_parts
     from qerl.models.export import merge
+    from qerl.publishing import merged_card
 
     if merged:
-        make_folder(target, lambda folder: merge(trained.checkpoint, trained.adapter, folder, merged))
+        card = merged_card(facts_of(trained, None), target.resolve().name, merged)
+
+        def fill(folder: Path) -> None:
+            merge(trained.checkpoint, trained.adapter, folder, merged)
+            (folder / CARD).write_text(card, encoding="utf-8")
+
+        make_folder(target, fill)
     else:
         write_parts(trained.checkpoint, trained.adapter, target)
     return target
@@ -581,8 +589,8 @@ def publish(
         return upload(hub, repo, Path(scratch), private, _notes(facts), dry_run)
 
 
-def facts_of(run: Run, evaluations: Sequence[Path] = (), hub: HfApi | None = None) -> RunFacts:
-    """What a card tells of a run, with its evaluations: those in these folders, or all in the run's folder.
+def facts_of(run: Run, evaluations: Sequence[Path] | None = (), hub: HfApi | None = None) -> RunFacts:
+    """What a card tells of a run, with its evaluations: those in these folders, or all in the run's folder, or none.
 
     The licence of a base that is a folder is looked up there, that of a repository on `hub`.
     """
@@ -599,7 +607,7 @@ def facts_of(run: Run, evaluations: Sequence[Path] = (), hub: HfApi | None = Non
         base=base,
         data=read(PreparedDataset, run.data / paths.DATASET),
         stock=stock_loading(run.checkpoint),
-        scores=[*_scores(run, evaluations)],
+        scores=[] if evaluations is None else [*_scores(run, evaluations)],
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import enable_progress_bar
@@ -32,6 +33,7 @@ def folder(tmp_path_factory):
     """A checkpoint, problems, and a finished run of them."""
     folder = tmp_path_factory.mktemp("cli")
     model = write_template(tiny_qwen2(folder / "model"))
+    (model / "README.md").write_text("---\nlicense: mit\n---\n")
     origin = {"source": "local", "path": str(write_sums(folder / "sums.jsonl", 30))}
     values = {
         "model": str(model),
@@ -118,6 +120,11 @@ def test_a_merged_export_is_one_checkpoint_for_stock_libraries(call, folder):
     stock = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype=torch.float32)
     ids, policy = torch.tensor([[5, 6, 7]]), qerl.Run(folder / "run").policy
     torch.testing.assert_close(stock(ids).logits, policy.lm(ids).logits, atol=2e-3, rtol=0)
+    card = ModelCard.load(folder / "merged/README.md")
+    about = card.data.to_dict()
+    assert (about["library_name"], about["base_model_relation"], about["license"]) == ("transformers", "finetune", "mit")
+    assert "model = LLM('merged')" in card.text
+    assert str(folder) not in card.content
 
 
 def test_publish_shows_what_would_go(call, folder):
