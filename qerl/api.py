@@ -14,7 +14,7 @@ import os
 import shutil
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -377,7 +377,7 @@ def evaluate(
     check_evaluation(problems, folder)
     if isinstance(policy, (str, Path)) and not (task and task.task):
         form = {**form_of(policy), **form}
-    with writing(folder), alone(folder / paths.WORK):
+    with writing(folder), _alone_in(folder):
         check_evaluation(problems, folder)  # which another process may have finished just now
         data = _problem_folder(problems, form, folder)
         scored: dict[str, Any] = task.model_dump() if task else {"harness": harness_of(read_meta(data).format)}
@@ -391,8 +391,20 @@ def evaluate(
         row: dict[str, Any] = {"eval": folder.name, "model": policy.tokenizer.name_or_path}
         row |= {"adapter": policy.peft is not None, "settings": settings.model_dump(mode="json")}
         score_policy(policy, settings, row, {_TASK: data}, folder)
-        shutil.rmtree(folder / paths.WORK)
     return Evaluation(folder)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """A context that locks the folder of an evaluation. A folder that it made is removed if nothing was written there."""
+    there = folder.exists()
+    with alone(folder / paths.WORK):
+        try:
+            yield
+        finally:
+            shutil.rmtree(folder / paths.WORK)
+            if not there and not any(folder.iterdir()):
+                folder.rmdir()
 
 
 def measure_dose(
@@ -617,14 +629,13 @@ def _scores(run: Run, evaluations: Sequence[Path]) -> Iterator[RunScore]:
 
     for folder in evaluations or sorted(file.parent for file in run.folder.glob(f"*/{paths.RESULT}")):
         result = read(OwnEvaluationResult, folder / paths.RESULT)
-        name, part = run.folder.resolve().name, Path(result.model).name
+        name = run.folder.resolve().name
         if Path(result.model).parts[-2:] not in ((name, paths.CHECKPOINT), (name, paths.POLICY)):
             if evaluations:
                 raise ConfigError(
                     f"{folder} evaluates {result.model}, which is not {run.folder}; give its own evaluations"
                 )
             continue
-        is_trained = result.adapter or part == paths.POLICY
         evaluation = Evaluation(folder)
         # Its data set is its own, or the run's if just the test problems of that have answers.
         data = None
@@ -634,7 +645,7 @@ def _scores(run: Run, evaluations: Sequence[Path]) -> Iterator[RunScore]:
             data = read(PreparedDataset, run.data / paths.DATASET)
         label = data_name(data) if data else result.eval
         for score in result.tasks.values():
-            yield RunScore(label, is_trained, score, evaluation.accuracy, data, result.provenance)
+            yield RunScore(label, result.trained, score, evaluation.accuracy, data, result.provenance)
 
 
 def _stage(run: Run, facts: RunFacts, repo: str, folder: Path) -> None:

@@ -57,7 +57,7 @@ def test_every_problem_of_a_file_is_evaluated(model, problems, tmp_path):
         qerl.evaluate(policy, problems, tmp_path / "e")
     with pytest.raises(EvaluationError, match="state no answer"):  # before the policy is looked for
         qerl.evaluate(tmp_path / "none", [{"prompt": "Two?"}], tmp_path / "unanswered")
-    with pytest.raises(ConfigError, match="repeats=4 at sampling.temperature=0 .*use repeats=1"):
+    with pytest.raises(ConfigError, match=r"repeats=4 at sampling\.temperature=0 .*use repeats=1"):
         qerl.evaluate(tmp_path / "none", ROWS, tmp_path / "greedy", temperature=0)
     given = qerl.evaluate(policy, ROWS, tmp_path / "given", repeats=2, max_tokens=4)
     assert given.samples["completion"].tolist() == outcome.samples["completion"].tolist()
