@@ -396,7 +396,7 @@ def evaluate(
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """A context that locks the folder of an evaluation. A folder that it made is removed if nothing was written there."""
+    """A context that locks the folder of an evaluation, and removes it if it made it and nothing was written there."""
     there = folder.exists()
     with alone(folder / paths.WORK):
         try:
