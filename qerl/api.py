@@ -14,7 +14,7 @@ import os
 import shutil
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -377,20 +377,34 @@ def evaluate(
     check_evaluation(problems, folder)
     if isinstance(policy, (str, Path)) and not (task and task.task):
         form = {**form_of(policy), **form}
-    with writing(folder):
+    with writing(folder), _alone_in(folder):
+        check_evaluation(problems, folder)  # which another process may have finished just now
         data = _problem_folder(problems, form, folder)
-    scored: dict[str, Any] = task.model_dump() if task else {"harness": harness_of(read_meta(data).format)}
-    scored["dataset"] = _TASK
-    open_task(parse(TaskSettings, scored, "task"), {_TASK: data})  # before the policy is loaded
-    if isinstance(policy, (str, Path)):
-        policy = load(policy, dtype)
-    computed = str(policy.lm.dtype).removeprefix("torch.")
-    settings = _evaluation_settings(scored, repeats, seed, computed, sampling)
-    row: dict[str, Any] = {"eval": folder.name, "model": policy.tokenizer.name_or_path}
-    row |= {"adapter": policy.peft is not None, "settings": settings.model_dump(mode="json")}
-    with writing(folder):
+        scored: dict[str, Any] = task.model_dump() if task else {"harness": harness_of(read_meta(data).format)}
+        scored["dataset"] = _TASK
+        # Before the policy is loaded, whose dtype is known only then.
+        open_task(parse(TaskSettings, scored, "task"), {_TASK: data})
+        settings = _evaluation_settings(scored, repeats, seed, dtype or "bfloat16", sampling)
+        if isinstance(policy, (str, Path)):
+            policy = load(policy, dtype)
+        settings = settings.model_copy(update={"dtype": str(policy.lm.dtype).removeprefix("torch.")})
+        row: dict[str, Any] = {"eval": folder.name, "model": policy.tokenizer.name_or_path}
+        row |= {"adapter": policy.peft is not None, "settings": settings.model_dump(mode="json")}
         score_policy(policy, settings, row, {_TASK: data}, folder)
     return Evaluation(folder)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """A context that locks the folder of an evaluation, and removes it if it made it and nothing was written there."""
+    there = folder.exists()
+    with alone(folder / paths.WORK):
+        try:
+            yield
+        finally:
+            shutil.rmtree(folder / paths.WORK)
+            if not there and not any(folder.iterdir()):
+                folder.rmdir()
 
 
 def measure_dose(
@@ -443,7 +457,8 @@ def check_evaluation(problems: Problems, out: PathLike) -> None:
     if (folder / paths.RESULT).exists():
         raise ConfigError(f"{folder} holds an evaluation already; give another folder as `out`")
     # Files of a killed evaluation.
-    written = {paths.DATA, f".{paths.DATA}.partial", paths.SAMPLES, paths.OUTCOMES, f"{paths.RESULT}.partial"}
+    written = {paths.WORK, paths.DATA, f".{paths.DATA}.partial", paths.SAMPLES, paths.OUTCOMES}
+    written |= {f"{paths.RESULT}.partial"}
     others = {file.name for file in folder.iterdir()} - written - {RECORDS} if folder.is_dir() else set()
     data = folder / paths.DATA
     if others or (folder.exists() and not folder.is_dir()) or (data.exists() and not (data / paths.DATASET).is_file()):
@@ -486,7 +501,10 @@ def _problem_folder(problems: Problems, form: Mapping[str, Any], out: Path) -> P
     # All records of a list are asked, as those of a file.
     as_file = records.files and not isinstance(problems, Mapping)
     source: Any = records.values["origin"]["path"] if as_file else records.values
+    own = out / paths.DATA
     if isinstance(source, (str, Path)) and (Path(source) / paths.DATASET).is_file():
+        if Path(source).resolve() != own.resolve():
+            shutil.rmtree(own, ignore_errors=True)  # of a killed evaluation, for whose problems a card would take it
         return Path(source)
     if isinstance(source, DatasetSettings):
         settings = source
@@ -496,9 +514,9 @@ def _problem_folder(problems: Problems, form: Mapping[str, Any], out: Path) -> P
         all_of_it = {} if Path(source).is_dir() else {"validation_fraction": 0, "test_fraction": 1}
         values = {**local_dataset(Path(source), **all_of_it), **form}
         settings = parse(DatasetSettings, values, "problems")
-    shutil.rmtree(out / paths.DATA, ignore_errors=True)
-    make_folder(out / paths.DATA, lambda folder: prepare(settings, folder))
-    return out / paths.DATA
+    shutil.rmtree(own, ignore_errors=True)
+    make_folder(own, lambda folder: prepare(settings, folder))
+    return own
 
 
 # Exports of finished runs: a base with an adapter for stock vLLM, or one checkpoint.
@@ -508,8 +526,8 @@ def export(run: PathLike, out: PathLike, merged: MergedFormat | None = None) -> 
     """Write a finished run's policy into the new folder `out` for stock vLLM: a checkpoint `base`, a LoRA `adapter`.
 
     Trained norms, which no engine takes as an adapter, are in the base, in float32: an engine that computes in 16 bits
-    rounds them as it loads them. With `merged`, `out` is one checkpoint in place of both. All its tensors are bfloat16,
-    and with `nvfp4` the linear layers of the blocks are then rounded to NVFP4.
+    rounds them as it loads them. With `merged`, `out` is one checkpoint with a card in place of both. All its tensors
+    are bfloat16, and with `nvfp4` the linear layers of the blocks are then rounded to NVFP4.
     """
     trained = Run(path_argument(run, "run"))
     check_finished(trained)
@@ -521,11 +539,19 @@ def export(run: PathLike, out: PathLike, merged: MergedFormat | None = None) -> 
         check_installed("train")
     target = _new_folder(out)
     check_checkpoint(trained.checkpoint)
+    from qerl.models.adapter_files import CARD
     from qerl.models.export import export as write_parts
     from qerl.models.export import merge
+    from qerl.publishing import merged_card
 
     if merged:
-        make_folder(target, lambda folder: merge(trained.checkpoint, trained.adapter, folder, merged))
+        card = merged_card(facts_of(trained, None), target.resolve().name, merged)
+
+        def fill(folder: Path) -> None:
+            merge(trained.checkpoint, trained.adapter, folder, merged)
+            (folder / CARD).write_text(card, encoding="utf-8")
+
+        make_folder(target, fill)
     else:
         write_parts(trained.checkpoint, trained.adapter, target)
     return target
@@ -575,8 +601,8 @@ def publish(
         return upload(hub, repo, Path(scratch), private, _notes(facts), dry_run)
 
 
-def facts_of(run: Run, evaluations: Sequence[Path] = (), hub: HfApi | None = None) -> RunFacts:
-    """What a card tells of a run, with its evaluations: those in these folders, or all in the run's folder.
+def facts_of(run: Run, evaluations: Sequence[Path] | None = (), hub: HfApi | None = None) -> RunFacts:
+    """What a card tells of a run, with its evaluations: those in these folders, or all in the run's folder, or none.
 
     The licence of a base that is a folder is looked up there, that of a repository on `hub`.
     """
@@ -593,7 +619,7 @@ def facts_of(run: Run, evaluations: Sequence[Path] = (), hub: HfApi | None = Non
         base=base,
         data=read(PreparedDataset, run.data / paths.DATASET),
         stock=stock_loading(run.checkpoint),
-        scores=[*_scores(run, evaluations)],
+        scores=[] if evaluations is None else [*_scores(run, evaluations)],
     )
 
 
@@ -603,14 +629,13 @@ def _scores(run: Run, evaluations: Sequence[Path]) -> Iterator[RunScore]:
 
     for folder in evaluations or sorted(file.parent for file in run.folder.glob(f"*/{paths.RESULT}")):
         result = read(OwnEvaluationResult, folder / paths.RESULT)
-        name, part = run.folder.resolve().name, Path(result.model).name
+        name = run.folder.resolve().name
         if Path(result.model).parts[-2:] not in ((name, paths.CHECKPOINT), (name, paths.POLICY)):
             if evaluations:
                 raise ConfigError(
                     f"{folder} evaluates {result.model}, which is not {run.folder}; give its own evaluations"
                 )
             continue
-        is_trained = result.adapter or part == paths.POLICY
         evaluation = Evaluation(folder)
         # Its data set is its own, or the run's if just the test problems of that have answers.
         data = None
@@ -620,7 +645,7 @@ def _scores(run: Run, evaluations: Sequence[Path]) -> Iterator[RunScore]:
             data = read(PreparedDataset, run.data / paths.DATASET)
         label = data_name(data) if data else result.eval
         for score in result.tasks.values():
-            yield RunScore(label, is_trained, score, evaluation.accuracy, data, result.provenance)
+            yield RunScore(label, result.trained, score, evaluation.accuracy, data, result.provenance)
 
 
 def _stage(run: Run, facts: RunFacts, repo: str, folder: Path) -> None:

@@ -23,6 +23,7 @@ from qerl.models.adapter_files import ABOUT_ADAPTERS, CARD, NORMS, Base, code_sp
 from qerl.results.schema import PreparedDataset, Provenance, RunResult, TaskScore
 from qerl.results.statistics import METHOD, Interval
 from qerl.settings.base import ConfigError
+from qerl.settings.models import MergedFormat
 from qerl.settings.run import UNDECIDING
 
 # Cards of published policies, with their scores as metadata. They name no folder of this machine.
@@ -57,7 +58,7 @@ whose linear weights were {{ settings.weights }}.
 
 {{ method }}.
 {%- else -%}
-The policy wasn't evaluated before this card was written.
+{{ unscored }}
 {%- endif %}
 
 ## Training
@@ -139,11 +140,33 @@ def run_card(facts: RunFacts, repo: str) -> str:
         facts,
         _metadata(facts, title, base_model_relation="adapter", **ABOUT_ADAPTERS),
         title=title,
-        what="A LoRA adapter and the two norms of each block" if norms else "A LoRA adapter",
+        what=_trained(facts),
         first=_base_first(facts),
         code=loading_code(repo, Base(base.name, base.revision) if base.as_it_is else Base("base"), facts.stock),
         notes="\n".join(filter(None, (loading_notes(settings.weights, norms, facts.stock), served))),
     )
+
+
+def merged_card(facts: RunFacts, name: str, weights: MergedFormat) -> str:
+    """The card of the folder `name` with a run's policy in one checkpoint, without scores: the merge rounds it."""
+    return _card(
+        facts,
+        _metadata(facts, name, base_model_relation="finetune", **_ABOUT_MODELS),
+        title=name,
+        what=f"{_trained(facts)}, merged with the base into one checkpoint in {weights}",
+        first=f"Give the path of this folder, or its repository, for {code_span(name)}:",
+        code=f"""from vllm import LLM
+
+model = LLM({name!r})
+print(model.chat([{{"role": "user", "content": "2+3?"}}])[0].outputs[0].text)""",
+        notes="",
+        unscored="The merge rounds the policy; score it by `qerl eval` before you use it.",
+    )
+
+
+def _trained(facts: RunFacts) -> str:
+    norms = facts.run.settings.adapter.train_norms
+    return "A LoRA adapter and the two norms of each block" if norms else "A LoRA adapter"
 
 
 def data_name(data: PreparedDataset) -> str:
@@ -187,8 +210,9 @@ def _card(facts: RunFacts, about: ModelCardData, **parts: Any) -> str:
         "code_version": run.provenance.columns["commit"],
         "versions": ", ".join(f"{name} {version}" for name, version in run.provenance.versions.items()),
         "unlicensed": "" if base.license else unlicensed,
+        "unscored": "The policy wasn't evaluated before this card was written.",
     }
-    return str(ModelCard.from_template(about, template_str=_TEXT, **common, **parts))
+    return str(ModelCard.from_template(about, template_str=_TEXT, **common | parts))
 
 
 def _metadata(facts: RunFacts, title: str, **about: Any) -> ModelCardData:

@@ -41,8 +41,8 @@ from qerl.settings.run import (
     RunSettings,
     SamplingSettings,
 )
-from qerl.settings.workflow import EvaluationSettings, merged, nested
-from qerl.workflow.run_folder import file_values
+from qerl.settings.workflow import EvaluationSettings
+from qerl.workflow.run_folder import read_run
 
 if TYPE_CHECKING:
     from qerl.doctor import Diagnosis
@@ -150,7 +150,7 @@ def train(
     """Train one run, or several side by side (`seeds`, `runs`). After a kill, the same command continues."""
     if sys.stderr.isatty():
         typer.echo("loading libraries, which takes some seconds", err=True)
-    changed = merged(nested(file_values(run)), nested(workflow.values_of(keys))) if keys else run
+    changed = read_run(run, out, workflow.values_of(keys)) if keys else run
     result = api.train(changed, out, log_to_file=True)
     if isinstance(result, list):
         print_table(str(result[0].folder.parent), api.rewards(result).round(3).to_dict("records"))

@@ -97,8 +97,7 @@ def alone(folder: Path, lock: str = "lock") -> Iterator[None]:
     except Timeout:
         owner = file.read_text(encoding="utf-8").strip()
         raise ConfigError(
-            f"process {owner} is at work in {folder}; wait until it ends, or end it (kill), and "
-            "start again: it continues from the state there"
+            f"process {owner} is at work in {folder}; wait until it ends, or end it (kill), and start again"
         ) from None
     with kept:
         file.write_text(f"{os.getpid()} on {socket.gethostname()}", encoding="utf-8")

@@ -26,7 +26,7 @@ from qerl.checkpoints.files import (
     weights_format_of,
 )
 from qerl.formats.codecs import dequantize
-from qerl.host.provenance import put, writing
+from qerl.host.provenance import make_folder
 from qerl.models.adapter_files import adapter_values, check_plain, read_adapter, write_adapter
 from qerl.models.loading import (
     check_tensors,
@@ -105,15 +105,15 @@ def export(checkpoint: Path, trained: Path, out: Path) -> None:
     if out.exists():
         raise CheckpointError(f"{out} exists already; remove it or give another folder")
     check_adapter(trained)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with writing(out.parent), TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
-        partial = Path(scratch) / out.name
+
+    def fill(partial: Path) -> None:
         norms, lora = trained_tensors(trained)
         _write_base(checkpoint, norms, partial / "base")
         named = {"modules_to_save": None, "base_model_name_or_path": str(out.resolve() / "base"), "revision": None}
         config = json.loads((trained / ADAPTER_CONFIG).read_text(encoding="utf-8")) | named
         write_adapter(partial / "adapter", lora, config, checkpoint)
-        put(partial, out)
+
+    make_folder(out, fill)
 
 
 def trained_tensors(trained: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -132,8 +132,8 @@ def _before(result: Scores, results: dict[str, Scores]) -> str | None:
     if isinstance(result, EvaluationResult) and result.run:
         others = ((id, other) for id, other in results.items() if isinstance(other, EvaluationResult))
         return next((id for id, other in others if other.run is None and other.base == result.base), None)
-    if isinstance(result, OwnEvaluationResult) and result.adapter:
-        bases = [id for id, other in results.items() if isinstance(other, OwnEvaluationResult) and not other.adapter]
+    if isinstance(result, OwnEvaluationResult) and result.trained:
+        bases = [id for id, other in results.items() if isinstance(other, OwnEvaluationResult) and not other.trained]
         return bases[0] if len(bases) == 1 else None
     return None
 
@@ -143,7 +143,7 @@ def _about(result: Scores) -> str:
         about = result.arm if result.run else "untrained"
         return f"{paths.without_folders(result.model)}, {result.base.weights_name}, {about}"
     if isinstance(result, OwnEvaluationResult):
-        return f"{paths.without_folders(result.model)}, {'trained' if result.adapter else 'untrained'}"
+        return f"{paths.without_folders(result.model)}, {'trained' if result.trained else 'untrained'}"
     return "a committed policy"
 
 

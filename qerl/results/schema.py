@@ -25,7 +25,7 @@ from pydantic import (
 )
 
 from qerl.host.provenance import stamp, write_bytes, write_json, write_text
-from qerl.results.paths import METRICS
+from qerl.results.paths import METRICS, POLICY
 from qerl.results.statistics import Interval
 from qerl.settings.base import UserError, sentence
 from qerl.settings.data import AnswerForm, RecordFormat, Split
@@ -495,6 +495,11 @@ class OwnEvaluationResult(Scores):
     model: str
     adapter: bool
     settings: Annotated[EvaluationSettings, PlainSerializer(whole)]
+
+    @property
+    def trained(self) -> bool:
+        """Whether the policy is a run's: its adapter on a base, or the whole model of a run with method=full."""
+        return self.adapter or Path(self.model).name == POLICY
 
 
 class Dose(Stored):

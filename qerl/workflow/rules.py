@@ -16,7 +16,7 @@ from qerl import jobs, report_jobs
 from qerl.data.hub import content_of
 from qerl.jobs import CohortJob, Job, Plan, TrainJob, refused_engine
 from qerl.results.paths import VERSION
-from qerl.settings.base import ConfigError
+from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RunSettings
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -44,11 +44,15 @@ _MACHINES: dict[str, Callable[[RunSettings], int | str]] = {
 
 
 def parse_job(text: str) -> Job:
-    """The job in a rule's parameter."""
-    kind = json.loads(text)["kind"]
-    if kind not in KINDS:
+    """The job in a rule's parameter. Raises `ConfigError` for a text that is none."""
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"a job is a mapping in JSON, and this is no JSON: {error}") from None
+    kind = values.get("kind") if isinstance(values, dict) else None
+    if not isinstance(kind, str) or kind not in KINDS:
         raise ConfigError(f"kind {kind!r} is no job; use one of {', '.join(KINDS)}")
-    return KINDS[kind].model_validate_json(text)
+    return parse(KINDS[kind], values, f"job {kind}")
 
 
 @contextmanager

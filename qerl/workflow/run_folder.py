@@ -88,8 +88,13 @@ def file_values(file: Path) -> dict[str, Any]:
     return values
 
 
-def read_run(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None) -> RunFile:
-    """The settings of a run, given as such, as values or as a file. `out` overrides theirs."""
+def read_run(
+    run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None, changes: Mapping[str, Any] | None = None
+) -> RunFile:
+    """The settings of a run, given as such, as values or as a file. Dotted keys of `changes`, and `out`, override them.
+
+    Raises `ConfigError`, which names the file and the changed keys.
+    """
     if isinstance(run, RunFile):
         values, where = {name: getattr(run, name) for name in run.model_fields_set}, "run"
     elif isinstance(run, Mapping):
@@ -97,9 +102,12 @@ def read_run(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None) 
     elif isinstance(run, (str, PathLike)):
         values, where = file_values(Path(run)), str(run)
         if Path(run).name == RUN_FILE and Path(run).with_name(INPUTS).is_file() and _has_every_key(values):
-            return read_run(_where_it_is(parse_run(values, where), Path(run).resolve().parent), out)
+            stored = _where_it_is(parse_run(values, where), Path(run).resolve().parent)
+            values = stored.model_dump(mode="json", exclude=set(OF_SEVERAL))
     else:
         raise ConfigError(f"a run is a RunFile, a mapping of its keys or a path of a YAML file, not {run!r}")
+    if changes:
+        values, where = merged(nested(values), nested(changes)), f"{where} with {', '.join(changes)}"
     return parse_run({**values, **({} if out is None else {"out": out})}, where)
 
 

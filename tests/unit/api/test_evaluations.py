@@ -7,6 +7,7 @@ import pytest
 
 import qerl
 from qerl.data.sources import parse_run, prepare
+from qerl.evals import evaluate
 from qerl.evals.evaluate import EvaluationError
 from qerl.settings.base import ConfigError, UserError
 from qerl.settings.workflow import TaskSettings
@@ -56,8 +57,26 @@ def test_every_problem_of_a_file_is_evaluated(model, problems, tmp_path):
         qerl.evaluate(policy, problems, tmp_path / "e")
     with pytest.raises(EvaluationError, match="state no answer"):  # before the policy is looked for
         qerl.evaluate(tmp_path / "none", [{"prompt": "Two?"}], tmp_path / "unanswered")
+    with pytest.raises(ConfigError, match=r"repeats=4 at sampling\.temperature=0 .*use repeats=1"):
+        qerl.evaluate(tmp_path / "none", ROWS, tmp_path / "greedy", temperature=0)
     given = qerl.evaluate(policy, ROWS, tmp_path / "given", repeats=2, max_tokens=4)
     assert given.samples["completion"].tolist() == outcome.samples["completion"].tolist()
+
+
+def test_a_folder_that_another_process_is_filling_is_left_to_it(model, problems, tmp_path, monkeypatch):
+    score = evaluate.score_policy
+
+    def score_while_another_starts(*arguments):
+        monkeypatch.setattr(evaluate, "score_policy", score)
+        with pytest.raises(ConfigError, match=r"process \d+ on .* is at work in .*/e/work; wait"):
+            qerl.evaluate(model, [], tmp_path / "e")
+        score(*arguments)
+
+    monkeypatch.setattr(evaluate, "score_policy", score_while_another_starts)
+    outcome = qerl.evaluate(model, problems, tmp_path / "e", repeats=1, max_tokens=4)
+    assert len(outcome.samples) == 40
+    left = {"data", "outcomes.jsonl", "result.json", "samples.jsonl"}
+    assert {path.name for path in outcome.folder.iterdir()} == left
 
 
 def test_a_stock_task_has_its_own_prompt_and_examples(model, problems, tmp_path):
@@ -83,7 +102,11 @@ def test_a_stock_task_has_its_own_prompt_and_examples(model, problems, tmp_path)
 def test_prepared_data_is_evaluated_on_its_test_split(model, problems, tmp_path):
     settings = parse_run({"model": "m", "dataset": str(problems), "out": "o"}, "test").dataset
     prepare(settings, tmp_path / "data")
-    outcome = qerl.evaluate(qerl.load(model, dtype="float32"), tmp_path / "data", tmp_path / "e", max_tokens=4)
+    policy = qerl.load(model, dtype="float32")
+    with pytest.raises(EvaluationError, match="state no answer"):
+        qerl.evaluate(policy, [{"prompt": "Two?"}], tmp_path / "e")
+    outcome = qerl.evaluate(policy, tmp_path / "data", tmp_path / "e", max_tokens=4)
+    assert not (tmp_path / "e/data").exists()  # whose problems weren't asked
     rows = [json.loads(line) for line in (tmp_path / "data/test.jsonl").open()]
     assert 0 < len(rows) < 40
     assert set(outcome.samples["gold"]) == {row["answer"].removeprefix("#### ") for row in rows}

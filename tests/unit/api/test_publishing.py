@@ -24,8 +24,10 @@ from qerl.api import facts_of
 from qerl.models.adapter_files import code_span, plain
 from qerl.models.policy import load_policy
 from qerl.publishing import BaseModel, check_folder, check_private, data_name, license_of, run_card
+from qerl.report.samples import sources_in
 from qerl.settings.base import ConfigError
 from tests.parity.family_models import by_the_card
+from tests.unit.api.conftest import GRADED
 
 REPO = "someone/tiny-policy"
 FILES = {"README.md", "adapter_config.json", "adapter_model.safetensors", "metrics.jsonl"}
@@ -263,6 +265,8 @@ def test_a_model_trained_in_full_goes_whole(run, tmp_path):
     shown, ours = by_the_card(tmp_path)["model"], load_policy(whole.adapter, None, "float32", torch.device("cpu")).lm
     ids = torch.tensor([[5, 6, 7]])
     torch.testing.assert_close(shown(ids).logits, ours(ids).logits, rtol=1e-6, atol=1e-6)
+    scored = qerl.evaluate(whole.folder, run.data, tmp_path / "scored", task=GRADED, repeats=1, max_tokens=4)
+    assert [source.about for source in sources_in([scored.folder])] == ["policy, trained"]
     (tmp_path / "secret").write_text("{}")
     (whole.adapter / "vocab.json").symlink_to(tmp_path / "secret")
     with pytest.raises(ConfigError, match=r"vocab\.json is a link or no regular file"):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import enable_progress_bar
@@ -19,6 +20,7 @@ import qerl
 from qerl import __main__
 from qerl.cli import commands as cli
 from qerl.host.console import configure_logging
+from qerl.host.lease import alone
 from qerl.settings.base import ConfigError
 from tests.forks import call as call_in_fork
 from tests.tiny import tiny_qwen2, write_sums, write_template
@@ -32,6 +34,7 @@ def folder(tmp_path_factory):
     """A checkpoint, problems, and a finished run of them."""
     folder = tmp_path_factory.mktemp("cli")
     model = write_template(tiny_qwen2(folder / "model"))
+    (model / "README.md").write_text("---\nlicense: mit\n---\n")
     origin = {"source": "local", "path": str(write_sums(folder / "sums.jsonl", 30))}
     values = {
         "model": str(model),
@@ -74,6 +77,12 @@ def test_keys_of_the_command_line_are_over_those_of_the_file(call, folder):
     call("train", "run.yaml", "rollout.sampling.max_tokens=3", "adapter.rank=4", "--out", "changed")
     settings = qerl.Run(folder / "changed").settings
     assert (settings.rollout.sampling.max_tokens, settings.rollout.group_size, settings.adapter.rank) == (3, 2, 4)
+    with pytest.raises(ConfigError, match=r"^run\.yaml with seed, adapter\.rnk: unknown key `adapter\.rnk`"):
+        call("train", "run.yaml", "seed=1", "adapter.rnk=4", "--out", "misspelt")
+    moved = (folder / "changed").rename(folder / "moved")
+    call("train", "moved/run.yaml", "gradient_checkpointing=true")
+    assert not (folder / "changed").exists()
+    assert qerl.Run(moved).finished
 
 
 def test_version_and_help(call):
@@ -103,6 +112,8 @@ def test_export_writes_what_stock_libraries_load(call, folder, capsys, monkeypat
             __main__.main()
         assert sentence in capsys.readouterr().err
     assert sorted(path.name for path in (folder / "exported").iterdir()) == ["adapter", "base"]
+    with alone(folder / ".busy.partial"), pytest.raises(ConfigError, match=r"is at work in \.busy\.partial"):
+        call("export", "run", "busy")
 
 
 @torch.no_grad()
@@ -112,6 +123,11 @@ def test_a_merged_export_is_one_checkpoint_for_stock_libraries(call, folder):
     stock = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype=torch.float32)
     ids, policy = torch.tensor([[5, 6, 7]]), qerl.Run(folder / "run").policy
     torch.testing.assert_close(stock(ids).logits, policy.lm(ids).logits, atol=2e-3, rtol=0)
+    card = ModelCard.load(folder / "merged/README.md")
+    about = {"library_name": "transformers", "base_model_relation": "finetune", "license": "mit"}
+    assert card.data.to_dict().items() >= about.items()
+    assert "model = LLM('merged')" in card.text
+    assert str(folder) not in card.content
 
 
 def test_publish_shows_what_would_go(call, folder):

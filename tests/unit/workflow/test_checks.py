@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from qerl.settings.workflow import EvaluationSettings
 from qerl.workflow.checks import check_engines, check_local_models
 from qerl.workflow.plan import plan_from
 from qerl.workflow.preflight import check_evaluation, check_runs, check_settings
+from qerl.workflow.rules import parse_job
 from tests.tiny import tiny_decoder, tiny_of_images, tiny_qwen2, write_template
 
 CONTEXT = 256
@@ -273,6 +275,19 @@ def test_runs_of_a_local_model_that_they_do_not_fit_are_refused_where_jobs_start
     made = planned(configuration)
     with pytest.raises(ConfigError, match=f"experiment main, arm a: .*{said}"):
         check_local_models(made)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("x", "this is no JSON"),
+        *((text, "is no job; use one of data,") for text in ("{}", "[]", '{"kind": []}', '{"kind": "x"}')),
+        ('{"kind": "data", "lock_file": null, "out": 3}', "job data: `out` must be a path, not 3"),
+    ],
+)
+def test_a_rule_says_what_is_wrong_with_its_job(text, sentence):
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        parse_job(text)
 
 
 def test_the_rule_that_checks_says_what_does_not_fit(model, settings, tmp_path):
