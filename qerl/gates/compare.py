@@ -8,11 +8,11 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import numpy as np
 import pandas as pd
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from qerl.report.format import page
 from qerl.report_jobs import VerdictJob
@@ -26,6 +26,7 @@ from qerl.results.schema import (
     Provenance,
     ResultError,
     RunResult,
+    Sample,
     SampleRow,
     StepMetrics,
     Stored,
@@ -92,8 +93,14 @@ class NumericsResult(Stored):
 class SpeedPairs(Stored):
     """Seconds per token of this code and of the baseline's, in pairs that were measured one after the other."""
 
-    now: list[float]
-    baseline: list[float]
+    now: list[Sample]
+    baseline: list[Sample]
+
+    @model_validator(mode="after")
+    def _are_pairs(self) -> Self:
+        if len(self.now) != len(self.baseline):
+            raise ValueError(f"times come in pairs, not {len(self.now)} and {len(self.baseline)}")
+        return self
 
 
 class SpeedResult(Stored):

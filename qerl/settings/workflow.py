@@ -394,8 +394,8 @@ class Config(Settings):
             compared = self.experiments[name].tasks
             if not any(task.split == "test" and (compared is None or task.dataset in compared) for task in tasks):
                 raise ConfigError(
-                    f"{place} names {name}, which has no scores to compare; give experiments.{name}.tasks a data set of "
-                    "which evaluation.tasks has the test split"
+                    f"{place} names {name}, which has no scores to compare; give experiments.{name}.tasks a data set "
+                    "whose test split is among evaluation.tasks"
                 )
         return self
 

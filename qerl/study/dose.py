@@ -300,8 +300,8 @@ def write_page(job: PageJob) -> None:
     if not primary:
         folders = " and ".join(map(str, data))
         raise ResultError(
-            f"the data in {folders} have no experiment with a base line, its repetition, a control and a dose that ended "
-            "well from one base and seed"
+            f"the data in {folders} have no experiment with a base line, its repetition, a control and a dose "
+            "of which pairs ended well"
         )
     sizes = dict(zip(study.runs["model"], study.runs["size"], strict=True))
     decided = [outcome for outcome in primary if outcome.measure != FIRST]
@@ -444,8 +444,8 @@ def _missing(study: Study, primary: Sequence[Outcome]) -> list[str]:
             arms = ", ".join(f"`{arm}`" for arm in runs["arm"].unique())
             lines.append(
                 f"* **{runs['size'].iloc[0]} at rate {runs['rate'].iloc[0]:g} (`{experiment}`)**: nothing is compared, "
-                f"because no seed has run for every arm, or all runs of a role failed: of {runs['seed'].nunique()} seeds there are {len(runs)} runs, "
-                f"of {arms}."
+                f"because no seed has run for every arm, or all runs of a role failed: "
+                f"of {runs['seed'].nunique()} seeds there are {len(runs)} runs, of {arms}."
             )
     return lines
 
