@@ -65,16 +65,20 @@ def read_gates(file: Path) -> list[Gate]:
     gates: dict[str, Gate] = {}
     with file.open(newline="", encoding="utf-8") as lines:
         rows = csv.DictReader(lines, delimiter="\t", strict=True)
-        if tuple(rows.fieldnames or ()) != COLUMNS:
-            raise ConfigError(f"{file} must begin with the columns {', '.join(COLUMNS)}, separated by tabs")
-        for row in rows:
-            where = f"{file}, line {rows.line_num}"
-            if None in row or None in row.values():
-                raise ConfigError(f"{where}: a row has {len(COLUMNS)} columns, separated by tabs")
-            gate = parse(Gate, row, where)
-            if gate.gate in gates:
-                raise ConfigError(f"{file} has two gates called {gate.gate!r}; rename one")
-            gates[gate.gate] = gate
+        try:
+            numbered = [(rows.line_num, row) for row in rows]
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ConfigError(f"{file}, after line {rows.line_num}: this is no table in UTF-8: {error}") from None
+    if tuple(rows.fieldnames or ()) != COLUMNS:
+        raise ConfigError(f"{file} must begin with the columns {', '.join(COLUMNS)}, separated by tabs")
+    for line, row in numbered:
+        where = f"{file}, line {line}"
+        if None in row or None in row.values():
+            raise ConfigError(f"{where}: a row has {len(COLUMNS)} columns, separated by tabs")
+        gate = parse(Gate, row, where)
+        if gate.gate in gates:
+            raise ConfigError(f"{file} has two gates called {gate.gate!r}; rename one")
+        gates[gate.gate] = gate
     if not gates:
         raise ConfigError(f"{file} has no gate, and without one all would pass; add rows")
     return list(gates.values())
