@@ -8,11 +8,11 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import numpy as np
 import pandas as pd
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from qerl.report.format import page
 from qerl.report_jobs import VerdictJob
@@ -26,6 +26,7 @@ from qerl.results.schema import (
     Provenance,
     ResultError,
     RunResult,
+    Sample,
     SampleRow,
     StepMetrics,
     Stored,
@@ -64,16 +65,20 @@ def read_gates(file: Path) -> list[Gate]:
     gates: dict[str, Gate] = {}
     with file.open(newline="", encoding="utf-8") as lines:
         rows = csv.DictReader(lines, delimiter="\t", strict=True)
-        if tuple(rows.fieldnames or ()) != COLUMNS:
-            raise ConfigError(f"{file} must begin with the columns {', '.join(COLUMNS)}, separated by tabs")
-        for row in rows:
-            where = f"{file}, line {rows.line_num}"
-            if None in row or None in row.values():
-                raise ConfigError(f"{where}: a row has {len(COLUMNS)} columns, separated by tabs")
-            gate = parse(Gate, row, where)
-            if gate.gate in gates:
-                raise ConfigError(f"{file} has two gates called {gate.gate!r}; rename one")
-            gates[gate.gate] = gate
+        try:
+            numbered = [(rows.line_num, row) for row in rows]
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ConfigError(f"{file}, after line {rows.line_num}: this is no table in UTF-8: {error}") from None
+    if tuple(rows.fieldnames or ()) != COLUMNS:
+        raise ConfigError(f"{file} must begin with the columns {', '.join(COLUMNS)}, separated by tabs")
+    for line, row in numbered:
+        where = f"{file}, line {line}"
+        if None in row or None in row.values():
+            raise ConfigError(f"{where}: a row has {len(COLUMNS)} columns, separated by tabs")
+        gate = parse(Gate, row, where)
+        if gate.gate in gates:
+            raise ConfigError(f"{file} has two gates called {gate.gate!r}; rename one")
+        gates[gate.gate] = gate
     if not gates:
         raise ConfigError(f"{file} has no gate, and without one all would pass; add rows")
     return list(gates.values())
@@ -92,8 +97,14 @@ class NumericsResult(Stored):
 class SpeedPairs(Stored):
     """Seconds per token of this code and of the baseline's, in pairs that were measured one after the other."""
 
-    now: list[float]
-    baseline: list[float]
+    now: list[Sample]
+    baseline: list[Sample]
+
+    @model_validator(mode="after")
+    def _are_pairs(self) -> Self:
+        if len(self.now) != len(self.baseline):
+            raise ValueError(f"times come in pairs, not {len(self.now)} and {len(self.baseline)}")
+        return self
 
 
 class SpeedResult(Stored):

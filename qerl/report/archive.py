@@ -7,6 +7,7 @@ them and makes each table anew from the stored results and samples, so that a nu
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from mimetypes import guess_type
 from pathlib import Path
@@ -54,6 +55,12 @@ def write_archive(folder: Path, out: Path, inputs: Sequence[Path] = ()) -> int:
             raise ResultError(
                 f"{path} isn't among the files of {folder}; make the archive in the folder where Snakemake ran"
             )
+    names = [file.name for file in inputs]
+    for file in inputs:
+        if not file.is_file():
+            raise ResultError(f"{file} is no file that the archive could hold; name one that exists")
+        if names.count(file.name) > 1:
+            raise ResultError(f"two of the further files are called {file.name}; rename one of them")
     files = {
         str(file.relative_to(home)): file
         for file in home.rglob("*")
@@ -114,17 +121,22 @@ def verify(archive: Path) -> dict[str, int]:
         try:
             with ZipFile(archive) as packed:
                 packed.extractall(folder)
-        except (BadZipFile, OSError) as error:
-            raise ResultError(f"{archive} can't be unpacked: {error}") from error
+        # A damaged ZIP may also claim encryption (RuntimeError) or an unknown method (NotImplementedError).
+        except (BadZipFile, OSError, zlib.error, EOFError, RuntimeError) as error:
+            raise ResultError(f"{archive} can't be unpacked: {error or 'it ends too early'}") from error
         files = _check_sums(archive, folder)
         return {"files": files, "tables": _check_tables(archive, folder)}
 
 
 def _check_sums(archive: Path, folder: Path) -> int:
-    if not (folder / CRATE).is_file():
-        raise ResultError(f"{archive} has no {CRATE}: it is no archive of `qerl archive`")
-    graph = json.loads((folder / CRATE).read_text(encoding="utf-8"))["@graph"]
-    sums = {entry["@id"]: entry["sha256"] for entry in graph if entry["@type"] == "File"}
+    for file in (CRATE, paths.LISTED):
+        if not (folder / file).is_file():
+            raise ResultError(f"{archive} has no {file}: it is no archive of `qerl archive`")
+    try:
+        graph = json.loads((folder / CRATE).read_text(encoding="utf-8"))["@graph"]
+        sums = {entry["@id"]: entry["sha256"] for entry in graph if entry["@type"] == "File"}
+    except (ValueError, KeyError, TypeError):
+        raise ResultError(f"{CRATE} of {archive} lists no checksums of files; make the archive again") from None
     there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {CRATE}
     for path in sorted(there ^ sums.keys()):
         raise ResultError(f"{archive} {'lists no' if path in there else 'has no'} {path}")
@@ -145,7 +157,11 @@ def _check_tables(archive: Path, folder: Path) -> int:
             raise ResultError(f"{archive} has the table {table.stem}, which this version of qerl doesn't make")
         make_table(TableJob(name=table.stem, results=results, out=made))
         try:
-            pd.testing.assert_frame_equal(pd.read_csv(table), pd.read_csv(made / table.name), rtol=_RTOL)
+            stored = pd.read_csv(table)
+        except ValueError as error:
+            raise ResultError(f"{table.stem} of {archive} is no table: {error}") from None
+        try:
+            pd.testing.assert_frame_equal(stored, pd.read_csv(made / table.name), rtol=_RTOL)
         except AssertionError as error:
             differs = " ".join(str(error).split())
             raise ResultError(f"{table.stem} of {archive} isn't what its results and samples give: {differs}") from None

@@ -155,6 +155,8 @@ class StoredResults:
 
     def scores(self, column: str = "correct") -> dict[tuple[str, ...], pd.DataFrame]:
         """The mean over repeats of a column of `samples`, [evaluations, problems], by (*KEY, dataset)."""
+        if self.evaluations.empty:
+            raise ResultError("none of the results given is an evaluation of a data set, so there are no scores")
         identities = self.evaluations[["eval", "dataset", "run", *KEY]]
         samples = self.samples.dropna(subset=column)
         merged = samples.merge(identities, on=["eval", "dataset"], how="inner", validate="many_to_one")

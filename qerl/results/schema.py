@@ -9,7 +9,7 @@ import datetime
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -27,7 +27,7 @@ from pydantic import (
 from qerl.host.provenance import stamp, write_bytes, write_json, write_text
 from qerl.results.paths import METRICS, POLICY
 from qerl.results.statistics import Interval
-from qerl.settings.base import UserError, sentence
+from qerl.settings.base import Fraction, PositiveInt, UserError, sentence
 from qerl.settings.data import AnswerForm, RecordFormat, Split
 from qerl.settings.models import Base, Recipe, WeightFormat
 from qerl.settings.run import RunSettings, SamplingSettings
@@ -52,6 +52,12 @@ def _number(value: float, info: SerializationInfo) -> float:
 
 #: An integer or a float: a file keeps what it is, tables see a float.
 Number = Annotated[int | float, PlainSerializer(_number, return_type=Any)]
+#: Counts, and measures such as seconds and bytes, that can't be below zero; NaN is none.
+Count = Annotated[int, Field(ge=0)]
+Amount = Annotated[Number, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0)]
+#: A sample of a speed or a time, by which others are divided.
+Sample = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 def whole(settings: BaseModel) -> dict[str, Any]:
@@ -77,8 +83,8 @@ class Machine(Stored):
     """
 
     cpu: str = ""
-    cores: int = 0
-    memory_gib: Number | None = None
+    cores: Count = 0
+    memory_gib: Amount | None = None
     gpu: list[str] | None = None
     driver: str | None = None
     cuda: str | None = None
@@ -141,19 +147,24 @@ class Quartiles(Stored):
     p75: float
 
 
+def check_measured(status: str, samples: Sized) -> None:
+    """Raise ValueError for a point of status ok without samples."""
+    if status == OK and not len(samples):
+        raise ValueError("a point with status ok needs samples")
+
+
 class MeasuredPoint(Stored):
     """The fields that all points share. A failed point has its error as `status` and no samples."""
 
-    samples: list[float] = Field(default=[])
-    weight_bytes: Number | None = None
+    samples: list[Sample] = Field(default=[])
+    weight_bytes: Amount | None = None
     sampler: str | None = None
-    peak_memory_bytes: Number | None = None
+    peak_memory_bytes: Amount | None = None
     status: str
 
     @model_validator(mode="after")
     def _ok_has_samples(self) -> Self:
-        if self.status == OK and not self.samples:
-            raise ValueError("a point with status ok needs samples")
+        check_measured(self.status, self.samples)
         return self
 
 
@@ -175,7 +186,7 @@ class PreparedDataset(Stored):
     units: list[str] = Field([])
     thinking: tuple[str, str] | None = None
     date: datetime.date | None = None
-    rows: dict[Split, int]
+    rows: dict[Split, Count]
     sha256: dict[Split, str]
     columns: dict[str, str]
     filter: dict[str, Any]
@@ -191,9 +202,9 @@ class QuantizationReport(Stored):
     weights_format: WeightFormat | None = None
     method: str
     pack_delta_nets: bool = False
-    size_bytes: Number
-    bits_per_weight: Number
-    bits_per_weight_model: Number
+    size_bytes: Amount
+    bits_per_weight: Amount
+    bits_per_weight_model: Amount
     relative_error: dict[str, float]
     versions: dict[str, str] = Field({})
     calibration: dict[str, Any] | None = None
@@ -210,18 +221,18 @@ class QuantizationReport(Stored):
 class PretrainCheck(Stored):
     """A check of a base during its training."""
 
-    step: int
+    step: Count
     loss: float
-    accuracy: float
+    accuracy: Fraction
 
 
 class PretrainReport(Stored):
     """models/<model>/pretrain.json; `accuracy` by data set."""
 
-    steps: int
-    parameters: int
+    steps: Count
+    parameters: Count
     checks: list[PretrainCheck]
-    accuracy: dict[str, float]
+    accuracy: dict[str, Fraction]
     provenance: Provenance
 
 
@@ -253,8 +264,8 @@ class StepMetrics(Stored):
 
     model_config = ConfigDict(extra="allow")
 
-    step: int
-    problems: int
+    step: Count
+    problems: Count
     reward: Number
     reward_std: Number = _named("reward/std")
     reward_correct: Number = _named("reward/correct")
@@ -263,12 +274,12 @@ class StepMetrics(Stored):
     reward_custom: Number | None = _maybe("reward/custom")  # of earlier runs, between others
     reward_equal_groups: Number = _named("reward/equal_groups")
     discovery: Number | None = None
-    completion_tokens: Number
-    completion_length: Number
-    truncated: Number
-    grading_timeouts: int | None = _maybe("grading/timeouts")
+    completion_tokens: Amount
+    completion_length: Amount
+    truncated: Amount
+    grading_timeouts: Count | None = _maybe("grading/timeouts")
     turns: Number | None = None
-    environment_tokens: int | None = None
+    environment_tokens: Count | None = None
     loss: Number
     entropy: Number
     entropy_sampler: Number | None = _maybe("entropy/sampler")
@@ -277,8 +288,8 @@ class StepMetrics(Stored):
     ess_tokens: Number | None = _maybe("ess/tokens")
     ess_sequences: Number | None = _maybe("ess/sequences")
     reference_kl: Number = _named("reference/kl")
-    silent_completions: int | None = _maybe("silent/completions")
-    silent_sampled: int | None = _maybe("silent/sampled")
+    silent_completions: Count | None = _maybe("silent/completions")
+    silent_sampled: Count | None = _maybe("silent/sampled")
     silent_entropy: Number | None = _maybe("silent/entropy")
     silent_mismatch_kl: Number | None = _maybe("silent/mismatch_kl")
     clip_ratio_low: Number = _named("clip_ratio/low")
@@ -297,16 +308,16 @@ class StepMetrics(Stored):
     learning_rate: Number
     noise_sigma: Number = _named("noise/sigma")
     noise_norm: Number = _named("noise/norm")
-    rollout_rate: Number = _named("tokens_per_second/rollout")
-    update_rate: Number = _named("tokens_per_second/update")
-    sync_seconds: Number = _named("seconds/sync")
-    rollout_seconds: Number = _named("seconds/rollout")
+    rollout_rate: Amount = _named("tokens_per_second/rollout")
+    update_rate: Amount = _named("tokens_per_second/update")
+    sync_seconds: Amount = _named("seconds/sync")
+    rollout_seconds: Amount = _named("seconds/rollout")
     idle_seconds: Number | None = _maybe("seconds/idle")
     idle_seconds_max: Number | None = _maybe("seconds/idle_max")
     environment_seconds: Number | None = _maybe("seconds/environment")
-    update_seconds: Number = _named("seconds/update")
-    step_seconds: Number = _named("seconds/step")
-    memory_bytes: Number
+    update_seconds: Amount = _named("seconds/update")
+    step_seconds: Amount = _named("seconds/step")
+    memory_bytes: Amount
 
     @model_validator(mode="after")
     def _others_are_rewards(self) -> Self:
@@ -339,7 +350,7 @@ class StoredCompletion(Stored):
 class RolloutRow(Stored):
     """A line of train/<run>/rollouts/step-<step>.jsonl.gz: a problem with completions of its group."""
 
-    step: int
+    step: Count
     problem: str
     prompt: str
     gold: str
@@ -352,16 +363,16 @@ class RunSummary(Stored):
     `seconds` cover all its steps, and the peak is the highest of all attempts: a run that was killed has had several.
     """
 
-    steps: int
-    kept_step: int | None = None
+    steps: Count
+    kept_step: Count | None = None
     """The step whose policy was kept, with `validation.keep: best`."""
-    seconds: Number
-    peak_memory_bytes: Number | None
-    trainable_parameters: int
-    weight_bytes: Number
+    seconds: Amount
+    peak_memory_bytes: Amount | None
+    trainable_parameters: Count
+    weight_bytes: Amount
     sampler: str = ""
-    rollout_tokens_per_second: Number
-    update_tokens_per_second: Number
+    rollout_tokens_per_second: Amount
+    update_tokens_per_second: Amount
     step_seconds: Quartiles
 
 
@@ -399,17 +410,17 @@ class SampleRow(Stored):
     dataset: str
     harness: Harness
     problem: str
-    repeat: int
+    repeat: Count
     prompt: str
     completion: str
     extracted: str | None
     read: str | None = None
     gold: str
-    correct: int
+    correct: Annotated[int, Field(ge=0, le=1)]
     flexible: bool | None = None
     agrees: bool
     timeout: bool = False
-    tokens: int
+    tokens: Count
     finished: bool
 
 
@@ -421,9 +432,16 @@ class OutcomeRow(Stored):
 
     dataset: str
     problem: str
-    right: int
-    drawn: int
-    distinct: int | None = None
+    right: Count
+    drawn: PositiveInt
+    distinct: Count | None = None
+
+    @model_validator(mode="after")
+    def _counts_are_possible(self) -> Self:
+        if not (self.distinct or 0) <= self.right <= self.drawn:
+            distinct = "" if self.distinct is None else f", in {self.distinct} ways"
+            raise ValueError(f"{self.right} of {self.drawn} completions can't be right{distinct}")
+        return self
 
 
 class TaskScore(Stored):
@@ -436,20 +454,20 @@ class TaskScore(Stored):
 
     harness: Harness
     harness_version: str = ""
-    problems: int
-    repeats: int
-    accuracy: float
-    accuracies: list[float] = Field([])
+    problems: PositiveInt
+    repeats: PositiveInt
+    accuracy: Fraction
+    accuracies: list[Fraction] = Field([])
     extracted: Number | None = None
     flexible: Number | None = None
     agreement: Number | None = None
-    completion_tokens: Number | None = None
+    completion_tokens: Amount | None = None
     truncated: Number | None = None
-    pass_at: dict[int, float] = Field({})
-    distinct_solutions: Number | None = None
+    pass_at: dict[PositiveInt, Fraction] = Field({})
+    distinct_solutions: Amount | None = None
     task: StockTask | None = None
     sampling: Annotated[SamplingSettings, PlainSerializer(whole)] | None = None
-    timeouts: int = 0
+    timeouts: Count = 0
     date: datetime.date | None = None
 
 
@@ -510,9 +528,9 @@ class Dose(Stored):
     over problems.
     """
 
-    problems: int
-    completions: int
-    tokens: int
+    problems: PositiveInt
+    completions: PositiveInt
+    tokens: PositiveInt
     kl: Interval
     entropy: Interval
     entropy_change: Interval

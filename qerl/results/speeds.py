@@ -10,14 +10,28 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import numpy as np
 from pydantic import Field, model_validator
 
 from qerl.checkpoints.shapes import HALF, QWEN, SIZES, ModelShape, shape_of
 from qerl.results.paths import weights_names
-from qerl.results.schema import OK, MeasuredPoint, Number, Provenance, ResultError, Stored, read
+from qerl.results.schema import (
+    OK,
+    Amount,
+    Count,
+    MeasuredPoint,
+    Number,
+    Provenance,
+    ResultError,
+    Sample,
+    Seconds,
+    Stored,
+    check_measured,
+    read,
+)
+from qerl.settings.base import NonEmpty, PositiveInt
 from qerl.settings.models import Base, Recipe, WeightFormat
 from qerl.settings.run import Kernels
 from qerl.settings.workloads import (
@@ -55,7 +69,7 @@ class BenchPoint(MeasuredPoint):
     weights: WeightFormat
     recipe: Recipe = "rtn"
     pack_delta_nets: bool = False
-    rank: int
+    rank: Count
 
     @property
     def weights_name(self) -> str:
@@ -66,9 +80,9 @@ class BenchPoint(MeasuredPoint):
 class RolloutPoint(BenchPoint):
     """A point of rollout throughput, with samples in tokens/s."""
 
-    sequences: int
-    prompt_tokens: int = 0
-    completion_tokens: int
+    sequences: PositiveInt
+    prompt_tokens: Count = 0
+    completion_tokens: PositiveInt
 
 
 class StepPoint(BenchPoint):
@@ -78,15 +92,15 @@ class StepPoint(BenchPoint):
     arm: str
     varied: dict[str, Any] = Field({})
     method: Literal["full", "lora"]
-    prompts: int
-    group_size: int
+    prompts: PositiveInt
+    group_size: PositiveInt
     gradient_checkpointing: bool | str
-    rollout_seconds: list[float] = Field([])
-    update_seconds: list[float] = Field([])
+    rollout_seconds: list[Sample] = Field([])
+    update_seconds: list[Sample] = Field([])
 
     @property
     def sequences(self) -> int:
-        """Number of completions per step."""
+        """Amount of completions per step."""
         return self.prompts * self.group_size
 
 
@@ -110,14 +124,14 @@ class RolloutBenchResult(_Bench):
 
     kind: Literal["rollout"]
     model: str
-    points: list[RolloutPoint] = Field(min_length=1)
+    points: NonEmpty[RolloutPoint]
 
 
 class StepBenchResult(_Bench):
     """profile/<bench>.json of kind step; its points may be of several models."""
 
     kind: Literal["step"]
-    points: list[StepPoint] = Field(min_length=1)
+    points: NonEmpty[StepPoint]
 
 
 # The speed grid's files: decode speed, prefill time, rollouts of mixed lengths, and GRPO steps.
@@ -172,8 +186,8 @@ class Measurement(Stored):
 class Ceilings(Stored):
     """Measured rates of a GPU: bytes per second that a copy reads and writes, FLOP/s of a bfloat16 product."""
 
-    copy_bytes_per_second: float
-    matmul_flops_per_second: float
+    copy_bytes_per_second: Sample
+    matmul_flops_per_second: Sample
 
 
 class GpuState(Stored):
@@ -197,16 +211,16 @@ class DecodePoint(MeasuredPoint):
     seconds of prompts.
     """
 
-    sequences: int
-    prompt_seconds: float | None = None
-    prompt_samples: list[float] = Field(default=[])
+    sequences: PositiveInt
+    prompt_seconds: Sample | None = None
+    prompt_samples: list[Sample] = Field(default=[])
 
 
 class DecodeResult(Measurement):
     """points/decode-*.json, with one file per (engine, kernels, size, weights, rank, runs); a CPU has no ceilings."""
 
     work: Decoding
-    sync_seconds: list[float] = Field(default=[])
+    sync_seconds: list[Sample] = Field(default=[])
     ceilings: Ceilings | None
     gpu: GpuStates | None = None
     points: list[DecodePoint]
@@ -263,12 +277,17 @@ class PromptsPoint(Stored):
     `reserved_bytes` is the memory that the first call reserved.
     """
 
-    prompts: int
-    tokens: int
+    prompts: PositiveInt
+    tokens: PositiveInt
     status: str = OK
-    first: float | None
-    samples: list[float]
+    first: Sample | None
+    samples: list[Sample]
     reserved_bytes: Number | None = None
+
+    @model_validator(mode="after")
+    def _ok_has_samples(self) -> Self:
+        check_measured(self.status, self.samples)
+        return self
 
 
 class PromptsResult(Measurement):
@@ -303,33 +322,33 @@ class PromptsResult(Measurement):
 class TraceRow(Stored):
     """A line of traces/*.jsonl: token ids of a prompt and of its completions."""
 
-    prompt: list[int] = Field(min_length=1)
-    completions: list[Annotated[list[int], Field(min_length=1)]] = Field(min_length=1)
+    prompt: NonEmpty[Count]
+    completions: NonEmpty[NonEmpty[Count]]
 
 
 class DecodeSeconds(Stored):
     """Decode steps of one batch size. `sequences` is the mean number of sequences of a step, without padding."""
 
-    batch: int
-    steps: int
-    sequences: float
-    seconds: float
+    batch: PositiveInt
+    steps: PositiveInt
+    sequences: Sample
+    seconds: Sample
 
 
 class PhaseSeconds(Stored):
     """Seconds of a rollout by phase, as `qerl.rollout.engine` measures them on the device."""
 
-    prefill: float
-    prefills: int
+    prefill: Seconds
+    prefills: Count
     decode: list[DecodeSeconds]
-    between: float
-    host_wait: float
+    between: Seconds
+    host_wait: Seconds
 
 
 class MixRun(Stored):
     """One timed rollout. Only this project's engine reports phases."""
 
-    seconds: float
+    seconds: Sample
     phases: PhaseSeconds | None = None
 
 
@@ -342,14 +361,19 @@ class RolloutMixResult(Measurement):
     """
 
     work: Mix
-    prompt_tokens: list[int]
-    completion_tokens: list[list[int]]
+    prompt_tokens: NonEmpty[PositiveInt]
+    completion_tokens: NonEmpty[NonEmpty[PositiveInt]]
     status: str
     sampler: str = ""
-    ready_seconds: float | None = None
-    first_seconds: float | None = None
+    ready_seconds: Seconds | None = None
+    first_seconds: Seconds | None = None
     runs: tuple[MixRun, ...] = ()
     gpu: GpuStates | None = None
+
+    @model_validator(mode="after")
+    def _ok_has_samples(self) -> Self:
+        check_measured(self.status, self.runs)
+        return self
 
     @property
     def drawn(self) -> int:
@@ -365,7 +389,7 @@ class RolloutMixResult(Measurement):
         spread = f"{min(lengths)} to {max(lengths)} tokens, {sum(lengths):,} in all"
         runs = sorted(self.runs, key=lambda run: run.seconds)
         samples = [self.drawn / run.seconds for run in self.runs]
-        typical = runs[len(runs) // 2] if runs else MixRun(seconds=np.nan)
+        typical = runs[len(runs) // 2] if runs else MixRun.model_construct(seconds=np.nan)
         yield {
             **work.model_dump(include={"engine", "size", "weights", "rank", "runs", "sequences"}),
             "work": f"{work.prompts} × {work.group_size}, {spread}",
@@ -389,13 +413,13 @@ class RolloutMixResult(Measurement):
 class TimedStep(Stored):
     """Seconds of a step and its parts, with the memory peaks that a system reports."""
 
-    step: float
-    sync: float
-    rollout: float
-    update: float
-    rollout_peak_bytes: Number | None = None
-    update_peak_bytes: Number | None = None
-    peak_bytes: Number | None = None
+    step: Sample
+    sync: Seconds
+    rollout: Seconds
+    update: Seconds
+    rollout_peak_bytes: Amount | None = None
+    update_peak_bytes: Amount | None = None
+    peak_bytes: Amount | None = None
     trl_step_time: float | None = None
     grad_norm: float | None = None
     mismatch_kl: float | None = Field(default=None, validation_alias="mismatch/kl", serialization_alias="mismatch/kl")
@@ -404,11 +428,11 @@ class TimedStep(Stored):
 class StepMemory(Stored):
     """Bytes at the highest peak; `parts` are disjoint and make up what is there without the cache."""
 
-    peak_bytes: Number
-    kv_cache_bytes: Number
+    peak_bytes: Amount
+    kv_cache_bytes: Amount
     without_kv_cache_bytes: Number
     parts: dict[str, Number]
-    device_bytes: Number | None
+    device_bytes: Amount | None
 
 
 class GivenUp(Stored):
@@ -417,10 +441,10 @@ class GivenUp(Stored):
     With less than the wanted cache some sequences wait for others. `recomputed` are the most blocks of a micro-batch.
     """
 
-    kv_cache_bytes: Number
-    kv_cache_wanted_bytes: Number
-    recomputed: int
-    blocks: int
+    kv_cache_bytes: Amount
+    kv_cache_wanted_bytes: Amount
+    recomputed: Count
+    blocks: Count
 
 
 #: A step, and its parts that are timed, in their order; the step has all of them and little else.
@@ -444,6 +468,11 @@ class GrpoStepResult(Measurement):
     steps: tuple[TimedStep, ...] = ()
     memory: StepMemory | None = None
     given_up: GivenUp | None = None
+
+    @model_validator(mode="after")
+    def _ok_has_samples(self) -> Self:
+        check_measured(self.status, self.steps)
+        return self
 
     def lacking(self, part: PointPart[Any, Any]) -> list[Any]:
         """The step, if it had other settings, which no file's name tells. TRL's file has a share that was chosen."""

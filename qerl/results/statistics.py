@@ -253,9 +253,12 @@ def paired_difference(differences: Differences) -> PairedDifference:
     The interval is the 2.5 and 97.5 percentile. p is twice the smaller share of draws at or beyond zero, with one draw
     added to each side, so that it is never 0.
     """
-    lengths = {values.shape for of_base in differences.values() for values in of_base.values()}
-    if not differences or not all(differences.values()) or len(lengths) != 1:
-        raise ValueError("differences need at least one base, a seed of each, and the same problems everywhere")
+    arrays = [values for of_base in differences.values() for values in of_base.values()]
+    alike = len({values.shape for values in arrays}) == 1 and np.isfinite(arrays).all()  # p of NaN would be the least
+    if not differences or not all(differences.values()) or not alike:
+        raise ValueError(
+            "differences need at least one base, a seed of each, and numbers of the same problems everywhere"
+        )
     cells = [np.array(list(of_base.values()), dtype=float) for of_base in differences.values()]  # [seeds, problems]
     generator = np.random.default_rng(_PAIRED_SEED)
     sizes = (min(_PAIRED_CHUNK, _DRAWS - done) for done in range(0, _DRAWS, _PAIRED_CHUNK))

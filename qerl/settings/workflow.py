@@ -391,9 +391,11 @@ class Config(Settings):
             require(self.gates.bench, self.benches, "gates.bench", "benches")
         for place, name in ((f"study.experiments[{n}]", each.experiment) for n, each in enumerate(studied)):
             require(name, self.experiments, f"{place}.experiment", "experiments")
-            if self.experiments[name].tasks == []:
+            compared = self.experiments[name].tasks
+            if not any(task.split == "test" and (compared is None or task.dataset in compared) for task in tasks):
                 raise ConfigError(
-                    f"{place} names {name}, which has no scores to compare; give experiments.{name}.tasks a data set"
+                    f"{place} names {name}, which has no scores to compare; give experiments.{name}.tasks a data set "
+                    "whose test split is among evaluation.tasks"
                 )
         return self
 

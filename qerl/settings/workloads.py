@@ -31,7 +31,7 @@ class Workload(Part):
 
     size: str
     weights: WeightFormat
-    rank: int
+    rank: Annotated[int, Field(ge=0)]
     pack_delta_nets: bool = False
 
     @property
@@ -51,9 +51,9 @@ class Decoding(Workload):
     engine: Engine
     kernels: Kernels = "auto"
     """Those of this project's engine; `auto` for the other engines."""
-    prompt: int
-    tokens: int
-    runs: int = 1
+    prompt: PositiveInt
+    tokens: PositiveInt
+    runs: PositiveInt = 1
     """Runs with an adapter each on one base, whose sequences one engine decodes together."""
 
     @property
@@ -67,7 +67,7 @@ class Prompting(Workload):
 
     bench: ClassVar[str] = "prompts"
     does: ClassVar[dict[str, str]] = {"native": "qerl.bench.native:measure_prompts"}
-    repeats: int = 7
+    repeats: PositiveInt = 7
     """Timed calls, besides the first."""
 
 
@@ -105,7 +105,7 @@ class Mix(Workload, MixedLengths):
         "vllm": "qerl.bench.peers:mix_vllm",
     }
     engine: Engine
-    runs: int = 1
+    runs: PositiveInt = 1
     """Runs with an adapter each on one base in one engine. Each has the lengths, and prompts of its own; `sequences`
     bounds all together, as in a cohort.
     """
@@ -132,8 +132,8 @@ class StepWork(Workload, StepLengths):
         "native": "qerl.bench.steps:measure_steps",
         "trl": "qerl.bench.trl:measure_steps",
     }
-    prompts: int
-    group_size: int
+    prompts: PositiveInt
+    group_size: PositiveInt
     sigma: float | None = None
     """The standard deviation of the logarithm of a length; None without a median."""
     equal_groups: float = 0.0

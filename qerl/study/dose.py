@@ -36,7 +36,7 @@ BASE_LINE = "bf16"
 DISCOVERY, WIDEST, FIRST = "discovery", "pass@256", "pass@1"
 EFFECTS = {DISCOVERY: 0.03, WIDEST: 0.02, FIRST: 0.02}
 _KS = {WIDEST: 256, FIRST: 1}
-#: An experiment is compared once it has an arm of each of these.
+#: An experiment is compared once an arm of each of these has ended well beside the base line.
 _NEEDED = ((BASE_LINE,), ROLES["repetition"], ROLES["positive control"], ROLES["dose"])
 
 Verdict = Literal["one seed", "repetition differs", "blind", "helps", "as entropy", "no help", "undecided"]
@@ -167,7 +167,9 @@ def all_outcomes(study: Study) -> list[Outcome]:
     """The outcomes of all experiments that have the base line, its repetition, a positive control and a dose."""
     found = []
     for experiment, runs in study.runs.groupby("experiment", sort=False):
-        if not all(set(arms) & set(runs["arm"]) for arms in _NEEDED):
+        ended = runs[runs["status"] == OK]
+        paired = {*ended.merge(ended[ended["arm"] == BASE_LINE], on=["model", "seed"])["arm_x"]}
+        if not all(paired & {*arms} for arms in _NEEDED):
             continue
         counts = study.outcomes[study.outcomes["run"].isin(runs["run"]) & (study.outcomes["split"] == "test")]
         frames = {DISCOVERY: discovered(runs, study.steps)}
@@ -192,6 +194,8 @@ def dose_table(files: Sequence[Path], data: Sequence[Path], sizes: Mapping[str, 
     rows = []
     for file in files:
         report = read(DoseReport, file)
+        if report.model not in sizes:  # of a base from which no run has been gathered yet
+            continue
         for part in [file.parent] if file.parent in data else data:
             for arm, dose in report.arms.items():
                 means = {"kl": dose.kl.mean, "entropy": dose.entropy.mean, "entropy_change": dose.entropy_change.mean}
@@ -296,7 +300,8 @@ def write_page(job: PageJob) -> None:
     if not primary:
         folders = " and ".join(map(str, data))
         raise ResultError(
-            f"the data in {folders} have no experiment with a base line, its repetition, a control and a dose"
+            f"the data in {folders} have no experiment with a base line, its repetition, a control and a dose "
+            "of which pairs ended well"
         )
     sizes = dict(zip(study.runs["model"], study.runs["size"], strict=True))
     decided = [outcome for outcome in primary if outcome.measure != FIRST]
@@ -439,8 +444,8 @@ def _missing(study: Study, primary: Sequence[Outcome]) -> list[str]:
             arms = ", ".join(f"`{arm}`" for arm in runs["arm"].unique())
             lines.append(
                 f"* **{runs['size'].iloc[0]} at rate {runs['rate'].iloc[0]:g} (`{experiment}`)**: nothing is compared, "
-                f"because no seed has run for every arm: of {runs['seed'].nunique()} seeds there are {len(runs)} runs, "
-                f"of {arms}."
+                f"because no seed has run for every arm, or all runs of a role failed: "
+                f"of {runs['seed'].nunique()} seeds there are {len(runs)} runs, of {arms}."
             )
     return lines
 

@@ -135,8 +135,8 @@ def read_study(folder: Path) -> Study:
             raise ResultError(f"{file} doesn't exist; the rule gather_study makes it")
         try:
             table = pq.read_table(file)
-        except pa.ArrowInvalid as error:
-            raise ResultError(f"{file} is no Parquet file ({error}); delete it and make it again") from None
+        except (pa.ArrowException, OSError) as error:
+            raise ResultError(f"{file} is no whole Parquet file ({error}); delete it and make it again") from None
         if not table.schema.equals(schema):
             raise ResultError(f"{file} has other columns than this version writes; make it again with gather_study")
         try:
@@ -146,7 +146,29 @@ def read_study(folder: Path) -> Study:
         frames.append(table.to_pandas())
     if any(header != headers[0] for header in headers):
         raise ResultError(f"the files in {folder} are of several studies; write all of them with one job")
-    return Study(headers[0], *frames)
+    study = Study(headers[0], *frames)
+    if wrong := next(_inconsistent(study), ""):
+        raise ResultError(f"the files in {folder} don't belong together: {wrong}; make them again with gather_study")
+    return study
+
+
+def _inconsistent(study: Study) -> Iterator[str]:
+    """What files that are right by themselves contradict: rows that are twice, missing or of no run, and counts."""
+    ended = study.runs.loc[(study.runs["role"] == MAIN) & (study.runs["status"] == OK), "run"]
+    keys = (["run"], ["run", "step"], ["run", "task", "split", "temperature", "problem"])
+    for (name, frame), key in zip(study.frames(), keys, strict=True):
+        runs = frame["run"]
+        for said, wrong in (
+            ("a row twice", runs[frame.duplicated(key)]),
+            (f"rows that {paths.STUDY_RUNS} lacks", runs[~runs.isin(study.runs["run"])]),
+            ("no row", ended[~ended.isin(runs)]),
+        ):
+            if len(wrong):
+                yield f"{name} has {said} of {wrong.iloc[0]}"
+    counts = study.outcomes
+    impossible = counts[(counts["drawn"] < 1) | (counts["right"] < 0) | (counts["right"] > counts["drawn"])]
+    for row in impossible.to_dict("records"):
+        yield f"{paths.STUDY_OUTCOMES} has {row['right']} right of {row['drawn']} completions of {row['run']}"
 
 
 def read_studies(folders: Sequence[Path]) -> Study:
@@ -163,8 +185,9 @@ def read_studies(folders: Sequence[Path]) -> Study:
         part.runs["part"], part.runs["protocol"] = folder.name, part.header.protocol
     frames = [[frame for _, frame in part.frames()] for part in parts]
     runs, steps, outcomes = (pd.concat(same, ignore_index=True) for same in zip(*frames, strict=True))
-    if (twice := runs["run"].duplicated()).any():
-        raise ResultError(f"{runs['run'][twice].iloc[0]} is in several of {named}; delete one of them")
+    for run in runs.loc[runs["run"].duplicated(), "run"]:
+        holders = [str(folder) for folder, part in zip(folders, parts, strict=True) if run in {*part.runs["run"]}]
+        raise ResultError(f"run {run} is in {' and '.join(holders)}; keep it in one of them, or each counts anew")
     newest = max((part.header for part in parts), key=lambda header: header.provenance.time)
     return Study(newest, runs, steps, outcomes)
 

@@ -18,6 +18,7 @@ from qerl.gates.compare import (
     Baseline,
     Gate,
     GateMeasurements,
+    SpeedPairs,
     accept,
     collect,
     find_baseline,
@@ -206,6 +207,19 @@ def test_an_invalid_row_is_named(tmp_path, lines, sentence):
     file.write_text("\n".join(lines) + "\n")
     with pytest.raises(ConfigError, match=sentence):
         read_gates(file)
+
+
+@pytest.mark.parametrize("row", [b'a\t"b\tat-most\t1\tw\n', "a\tb\tat-most\t1\tfür\n".encode("latin-1")])
+def test_a_file_that_is_no_table_is_named(tmp_path, row):
+    (tmp_path / "gates.tsv").write_bytes(b"gate\tmetric\tcheck\tlimit\twhy\n" + row)
+    with pytest.raises(ConfigError, match=r"gates\.tsv, after line .*: this is no table in UTF-8"):
+        read_gates(tmp_path / "gates.tsv")
+
+
+def test_times_of_speed_come_in_pairs_and_are_above_zero():
+    for now, baseline in (([1.0], [1.0, 2.0]), ([0.0], [1.0]), ([float("nan")], [1.0])):
+        with pytest.raises(ValueError, match=r"come in pairs|greater than 0|finite"):
+            SpeedPairs(now=now, baseline=baseline)
 
 
 def test_baselines_are_found_by_machine_and_workload(tmp_path):

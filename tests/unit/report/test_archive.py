@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from zipfile import ZipFile
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import pandas as pd
 import pytest
@@ -101,3 +101,44 @@ def test_results_that_are_elsewhere_or_unfinished_make_no_archive(results, tmp_p
         write_archive(results, tmp_path / "mini.zip")
     with pytest.raises(ResultError, match=r"no results\.txt"):
         write_archive(results / "tables", tmp_path / "mini.zip")
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "said"),
+    [
+        (CRATE, b"[]", "lists no checksums"),
+        (CRATE, b"\xff{", "lists no checksums"),
+        (CRATE, b'{"@graph": [{"@id": "a", "@type": "File"}]}', "lists no checksums"),
+        ("tables/accuracy.csv", b"", "accuracy of .* is no table"),
+        ("results.txt", b"", "none of the results given is an evaluation"),
+    ],
+)
+def test_an_unreadable_part_is_named(results, tmp_path, path, content, said):
+    write_archive(results, tmp_path / "mini.zip")
+    with pytest.raises(ResultError, match=said):
+        verify(changed(tmp_path / "mini.zip", path, lambda _: content, with_sum=path != CRATE))
+
+
+def test_damaged_bytes_are_found(tmp_path):
+    """Each byte in turn: a flip may break the compression, claim an unknown method or encryption, or hide an end."""
+    whole = tmp_path / "whole.zip"
+    with ZipFile(whole, "w", ZIP_DEFLATED) as archive:
+        archive.writestr(CRATE, "a text of some words " * 9)
+    content = whole.read_bytes()
+    for place in range(len(content)):
+        for flip in (0x01, 0x80):
+            whole.write_bytes(content[:place] + bytes([content[place] ^ flip]) + content[place + 1 :])
+            with pytest.raises(ResultError, match=r"can't be unpacked|it is no archive"):
+                verify(whole)
+
+
+def test_further_files_must_exist_under_names_of_their_own(results, tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/mini.yaml").write_text("name: other\n")
+    for inputs, said in (
+        (["mini.yaml", "other/mini.yaml"], "called mini.yaml"),
+        (["other"], "other is no file"),
+        (["none.yaml"], r"none\.yaml is no file"),
+    ):
+        with pytest.raises(ResultError, match=said):
+            write_archive(results, tmp_path / "mini.zip", [tmp_path / name for name in inputs])

@@ -75,3 +75,36 @@ def test_a_key_that_no_schema_has_is_refused(tmp_path):
         file.write_text(json.dumps(changed))
         with pytest.raises(ResultError, match=r"is not a RolloutBenchResult: unknown key `(seeds|points\[0\]\.speed)`"):
             read(SCHEMAS["rollout"], file)
+
+
+#: A stored file of a kind, the place of a number or list in it, and a value that nobody can have counted or measured.
+IMPOSSIBLE = [
+    ("cpu/profile/rollout.json", ("points", 0, "sequences"), 0),
+    ("cpu/profile/rollout.json", ("points", 0, "completion_tokens"), -1),
+    ("cpu/profile/rollout.json", ("points", 0, "samples", 0), 0.0),
+    ("cpu/profile/rollout.json", ("points", 0, "samples", 0), float("nan")),
+    ("h200/peers/prompts-7B-nvfp4-r16.json", ("points", 0, "samples"), []),
+    ("h200/peers/prompts-7B-nvfp4-r16.json", ("work", "rank"), -1),
+    ("dose/3m-first/dose-3m-0.json", ("arms", "nvfp4", "problems"), 0),
+]
+
+
+@pytest.mark.parametrize(("name", "place", "value"), IMPOSSIBLE)
+def test_an_impossible_number_is_refused(tmp_path, name, place, value):
+    content = json.loads((REFERENCE / name).read_text())
+    inner = content
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    file = tmp_path / Path(name).name
+    file.write_text(json.dumps(content))
+    with pytest.raises(ResultError, match=rf"{file.name} is not a .*({place[-1] or place[-2]}|samples)"):
+        read(schema_of(file), file)
+
+
+@pytest.mark.parametrize("counts", [(5, 4, 1), (-1, 4, None), (0, 0, None), (1, 4, 2), (1, 4, -1)])
+def test_impossible_counts_of_a_problem_are_refused(tmp_path, counts):
+    row = dict(zip(("right", "drawn", "distinct"), counts, strict=True), dataset="d", problem="p")
+    (tmp_path / "outcomes.jsonl").write_text(json.dumps(row))
+    with pytest.raises(ResultError, match=r"outcomes\.jsonl, line 1: .*(right|drawn|distinct)"):
+        list(read_rows(schema.OutcomeRow, tmp_path / "outcomes.jsonl"))

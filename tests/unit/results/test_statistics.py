@@ -216,7 +216,14 @@ def test_a_clear_effect_has_a_small_p_and_no_effect_a_large_one():
 
 
 @pytest.mark.parametrize(
-    "cells", [{}, {"a": {}}, {"a": {0: np.zeros(3), 1: np.zeros(4)}}, {"a": {0: np.zeros(3)}, "b": {}}]
+    "cells",
+    [
+        {},
+        {"a": {}},
+        {"a": {0: np.zeros(3), 1: np.zeros(4)}},
+        {"a": {0: np.zeros(3)}, "b": {}},
+        {"a": {0: np.full(3, np.nan)}},
+    ],
 )
 def test_gaps_are_refused(cells):
     with pytest.raises(ValueError, match="same problems"):

@@ -137,6 +137,7 @@ def test_a_dose_counts_for_the_data_in_its_folder(tmp_path):
     files = [folder / "dose-3m-0.json" for folder in data]
     found = dose_table(files, data, {"3m-0": "3m"}).set_index("part")["kl"]
     assert found.to_dict() == {"early": 1.0, "late": 2.0}
+    assert dose_table(files, data, {"3m-1": "3m"}).empty  # of a base without runs so far
     elsewhere = dose_table([tmp_path / "dose-3m-0.json"], data, {"3m-0": "3m"}).set_index("part")["kl"]
     assert elsewhere.to_dict() == {"early": 4.0, "late": 4.0}
 
@@ -168,6 +169,17 @@ def test_a_seed_counts_once_every_arm_has_it_on_every_base():
 def test_data_without_a_control_or_a_dose_are_refused(tmp_path, other):
     write_study(tmp_path / "data", study(arms=("bf16", "bf16-again", other)))
     with pytest.raises(ResultError, match="no experiment with a base line, its repetition, a control and a dose"):
+        write_page(PageJob(data=[tmp_path / "data"], doses=[], out=tmp_path / "out"))
+
+
+@pytest.mark.parametrize("arms", [["bf16"], ["bf16-again"], ["hot-1.2", "entropy"], ["nvfp4", "aqn-4", "aqn-8"], ARMS])
+def test_data_in_which_all_runs_of_a_role_failed_are_refused(tmp_path, arms):
+    data = study(seeds=1)
+    failed = data.runs["arm"].isin(arms)
+    outcomes = data.outcomes[~data.outcomes["run"].isin(data.runs["run"][failed])]
+    runs = data.runs.assign(status=data.runs["status"].mask(failed, "diverged"))
+    write_study(tmp_path / "data", replace(data, runs=runs, outcomes=outcomes))
+    with pytest.raises(ResultError, match=r"no experiment with a base line, .* pairs ended well"):
         write_page(PageJob(data=[tmp_path / "data"], doses=[], out=tmp_path / "out"))
 
 

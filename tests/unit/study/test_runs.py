@@ -21,7 +21,17 @@ from qerl.results.schema import (
     write_rows,
 )
 from qerl.settings.run import RunSettings
-from qerl.study.runs import differences, gather_study, gathered, means, outcomes, read_studies, read_study, write_study
+from qerl.study.runs import (
+    Study,
+    differences,
+    gather_study,
+    gathered,
+    means,
+    outcomes,
+    read_studies,
+    read_study,
+    write_study,
+)
 from tests.synthetic_results import NO_METRICS, listing, write_json, write_lines, write_run
 from tests.unit.study.test_dose import study
 
@@ -137,8 +147,39 @@ def test_runs_in_several_folders_are_one_study(made, tmp_path):
         joined, alone, written = (frame.sort_values(columns).reset_index(drop=True) for _, frame in frames)
         pd.testing.assert_frame_equal(joined, alone)
         pd.testing.assert_frame_equal(alone, written, check_dtype=False, rtol=1e-6)
-    with pytest.raises(ResultError, match=f"{runs[0]} is in several"):
-        read_studies([tmp_path / "early", tmp_path / "all"])
+    write_study(tmp_path / "empty", Study(made.header, *(frame.iloc[:0] for _, frame in made.frames())))
+    with pytest.raises(ResultError, match=f"run {runs[0]} is in {tmp_path}/early and {tmp_path}/all; keep"):
+        read_studies([tmp_path / "early", tmp_path / "empty", tmp_path / "all"])
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"runs": lambda rows: pd.concat([rows, rows])}, "runs.parquet has a row twice of bf16-3m-0-0"),
+        ({"steps": lambda rows: pd.concat([rows, rows])}, "steps.parquet has a row twice of bf16-3m-0-0"),
+        ({"outcomes": lambda rows: pd.concat([rows, rows])}, "outcomes.parquet has a row twice of bf16-3m-0-0"),
+        ({"runs": lambda rows: rows.iloc[1:]}, "steps.parquet has rows that runs.parquet lacks of bf16-3m-0-0"),
+        ({"steps": lambda rows: rows.iloc[3:]}, "steps.parquet has no row of bf16-3m-0-0"),
+        ({"outcomes": lambda rows: rows.iloc[:-15]}, "outcomes.parquet has no row of paper-bf16-3m-2-0"),
+        ({"outcomes": lambda rows: rows.assign(right=5)}, "outcomes.parquet has 5 right of 4 completions"),
+        ({"outcomes": lambda rows: rows.assign(right=-1)}, "outcomes.parquet has -1 right of 4 completions"),
+        ({"outcomes": lambda rows: rows.assign(right=0, drawn=0)}, "outcomes.parquet has 0 right of 0 completions"),
+    ],
+)
+def test_files_that_contradict_each_other_are_refused(made, tmp_path, changed, said):
+    write_study(tmp_path, replace(made, **{name: change(getattr(made, name)) for name, change in changed.items()}))
+    with pytest.raises(ResultError, match=said):
+        read_study(tmp_path)
+
+
+def test_a_damaged_page_of_a_file_is_named(made, tmp_path):
+    write_study(tmp_path, made)
+    file = tmp_path / "steps.parquet"
+    damaged = bytearray(file.read_bytes())
+    damaged[4:200] = bytes(byte ^ 0xFF for byte in damaged[4:200])
+    file.write_bytes(damaged)
+    with pytest.raises(ResultError, match=r"steps\.parquet is no whole Parquet file"):
+        read_study(tmp_path)
 
 
 def test_other_files_are_refused(made, tmp_path):
@@ -146,7 +187,7 @@ def test_other_files_are_refused(made, tmp_path):
     with pytest.raises(ResultError, match=r"runs\.parquet doesn't exist"):
         read_study(tmp_path)
     file.write_text("no table")
-    with pytest.raises(ResultError, match="no Parquet file"):
+    with pytest.raises(ResultError, match="no whole Parquet file"):
         read_study(tmp_path)
     write_study(tmp_path, made)
     table = pq.read_table(file)

@@ -83,8 +83,12 @@ def test_a_study_of_an_unknown_experiment_is_refused():
         planned("dose-small", study=study)
 
 
-def test_a_study_of_an_experiment_that_is_not_scored_is_refused_before_it_runs():
-    experiments = read_yaml(ROOT / "config/dose-small.yaml")["experiments"]
-    experiments["dose"]["tasks"] = []
+@pytest.mark.parametrize("split", ["test", "validation"])
+def test_a_study_of_an_experiment_that_is_not_scored_is_refused_before_it_runs(split):
+    config = read_yaml(ROOT / "config/dose-small.yaml")
+    if split == "test":
+        config["experiments"]["dose"]["tasks"] = []
+    for task in config["evaluation"]["tasks"]:
+        task["split"] = split
     with pytest.raises(ConfigError, match=r"study\.experiments\[0\] names dose, which has no scores.*dose\.tasks"):
-        planned("dose-small", experiments=experiments)
+        planned("dose-small", experiments=config["experiments"], evaluation=config["evaluation"])
