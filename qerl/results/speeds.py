@@ -100,7 +100,7 @@ class StepPoint(BenchPoint):
 
     @property
     def sequences(self) -> int:
-        """Amount of completions per step."""
+        """Number of completions per step."""
         return self.prompts * self.group_size
 
 
