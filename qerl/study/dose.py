@@ -300,8 +300,8 @@ def write_page(job: PageJob) -> None:
     if not primary:
         folders = " and ".join(map(str, data))
         raise ResultError(
-            f"the data in {folders} have no experiment with a base line, its repetition, a control and a dose "
-            "of which pairs ended well"
+            f"the data in {folders} have no experiment with a base line, its repetition, a control and a dose that "
+            "ended well in pairs of one base and seed"
         )
     sizes = dict(zip(study.runs["model"], study.runs["size"], strict=True))
     decided = [outcome for outcome in primary if outcome.measure != FIRST]

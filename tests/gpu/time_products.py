@@ -152,7 +152,7 @@ def check_humming(call: Callable[[], Tensor], out: Tensor, expected: Tensor) -> 
     error = relative_error(out, expected)
     # A code times a block's scale is exact in bfloat16. But blocks that share an output add their parts in bfloat16, in
     # any order: the at most 11 parts here (264 blocks for 28 tiles) have 2.6 times the error of one rounding, 4.3e-3.
-    # So the tolerance is that of the packed product, and two launches may differ.
+    # So the packed product's tolerance holds for it, too, and two launches may differ.
     if not error < TOLERANCE:
         raise RuntimeError(f"humming, {len(out)} rows: error {error}")
 

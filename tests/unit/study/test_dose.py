@@ -179,7 +179,7 @@ def test_data_in_which_all_runs_of_a_role_failed_are_refused(tmp_path, arms):
     outcomes = data.outcomes[~data.outcomes["run"].isin(data.runs["run"][failed])]
     runs = data.runs.assign(status=data.runs["status"].mask(failed, "diverged"))
     write_study(tmp_path / "data", replace(data, runs=runs, outcomes=outcomes))
-    with pytest.raises(ResultError, match=r"no experiment with a base line, .* pairs ended well"):
+    with pytest.raises(ResultError, match=r"no experiment with a base line, .* ended well in pairs"):
         write_page(PageJob(data=[tmp_path / "data"], doses=[], out=tmp_path / "out"))
 
 
