@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from qerl.kernels.compilation import rehearses
 from qerl.kernels.packed_sequences import Packing
 
 # Sizes and norms that the operations of a decode step share.
@@ -576,6 +577,8 @@ def capture(work: Callable[[], None], memory: Any = None) -> Callable[[], None]:
 
     `memory` is a handle of `torch.cuda.graph_pool_handle` for its allocations.
     """
+    if rehearses():
+        raise RuntimeError("work is captured in a rehearsal, whose launches do nothing: a defect of the caller")
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=memory):

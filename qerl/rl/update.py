@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from qerl.kernels.compilation import rehearsal
+from qerl.models.experts import Experts
 from qerl.models.lora import SharedCasts, dropouts, set_keys
 from qerl.models.policy import Policy, ShardedRoot
 from qerl.rl.losses import BatchSize, LossInputs, LossOutputs, importance_weights, k3, mismatch, policy_loss, ratio_sums
@@ -212,6 +214,13 @@ class Updater:
         self.choices: Choices | None = None
         #: Whether the passes of the present update are graphs.
         self._in_graphs = False
+        #: Whether the kernels of passes are compiled: a CPU has none, a pass over shards needs all processes, and
+        #: experts that are unpacked one by one would read numbers that no kernel wrote.
+        self._rehearsed = (
+            policy.device.type != "cuda"
+            or policy.root is not None
+            or any(isinstance(module, Experts) for module in policy.lm.modules())
+        )
 
     @cached_property
     def graphs(self) -> PassGraphs | None:
@@ -250,6 +259,8 @@ class Updater:
         unread = silent.index & stored.index - {*silent.sampled} if stored else set[int]()
         shown = self._read_only(samples, sorted(unread))
         self._choose_passes(samples, indices)
+        if not self._rehearsed:
+            self._rehearse()
 
         stats, norms = UpdateStats(), []
         inputs: list[LossInputs] = []
@@ -351,6 +362,18 @@ class Updater:
         # A policy in graphs has no dropout, so that its mode decides nothing, and setting it walks over all modules.
         if not self._in_graphs:
             self.policy.lm.train()
+
+    def _rehearse(self) -> None:
+        """Compile what passes over a row launch, all at the same time."""
+        self._rehearsed, tokens = True, [0] * 17  # most rows' lengths aren't multiples of 16 either
+        row = [Sample(tokens, Completion(tokens, [0.0] * len(tokens), True), 0.0, 0.0)]
+        batch = micro_batch(row, [0], self.policy.device)
+        # The backward pass has threads of its own otherwise, which no rehearsal knows.
+        with rehearsal(self.policy.device), torch.autograd.set_multithreading_enabled(False):
+            with torch.no_grad():
+                self._forward(batch, in_graphs=False)
+            self._forward(batch, in_graphs=False)[0].sum().backward()
+        self.optimizer.zero_grad(set_to_none=True)
 
     def _forward(self, batch: MicroBatch, in_graphs: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and entropies [N, T] of a micro-batch's tokens by the present policy."""

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from qerl.checkpoints.files import context_length
 from qerl.kernels import operations
-from qerl.kernels.cuda.w4a16 import compile_ahead, padded_rows
+from qerl.kernels.compilation import rehearsal, rehearses
+from qerl.kernels.cuda.w4a16 import limits, padded_rows
 from qerl.kernels.packed_sequences import Packing
 from qerl.kernels.state import (
     IDLE,
@@ -371,6 +372,7 @@ class _Block:
 
     def __init__(self, layer: Any, number: int, config: Any, parts: Parts) -> None:
         self.mixer: Attention | DeltaNet
+        kind = window = None
         if isinstance(net := getattr(layer, "linear_attn", None), PackedDeltaNet):
             self.mixer = DeltaNet(net, parts)
         else:
@@ -390,6 +392,8 @@ class _Block:
             self.after_attention = parts.norm(layer.post_attention_layernorm)
             self.after_mlp = parts.norm(layer.post_feedforward_layernorm)
         self.mlp_norm = parts.norm(before_mlp)
+        #: What its kernels depend on.
+        self.kind = type(self.mixer), kind, window, type(self.mlp)
 
 
 class Decoder:
@@ -418,6 +422,8 @@ class Decoder:
         self._embedding_scale = None if scale is None else scale.to(self.dtype)
         parts, layers = Parts(self.dtype, kernels, cohort), enumerate(self._model.layers)
         self._blocks = [_Block(layer, number, config, parts) for number, layer in layers]
+        #: A block of each kind: others launch the same kernels.
+        self._kinds = list({block.kind: block for block in self._blocks}.values())
         self._norm = norm_of(self._model.norm)
         self._attentions = [block.mixer for block in self._blocks if isinstance(block.mixer, Attention)]
         self._nets = [block.mixer for block in self._blocks if isinstance(block.mixer, DeltaNet)]
@@ -459,10 +465,6 @@ class Decoder:
         if not self._nets:
             return cache, None
         return cache, DeltaStates.empty(self._nets[0].heads, len(self._nets), slots, self.dtype, self.device)
-
-    def compile_ahead(self, sequences: int) -> None:
-        """Compile the packed products of steps of up to so many sequences, several at a time."""
-        compile_ahead([linear.operands for linear in self.linears if isinstance(linear, W4Linear)], sequences)
 
     @torch.no_grad()
     def sync(self) -> None:
@@ -578,12 +580,13 @@ class Decoder:
         if self._row_runs and runs is not None:
             self._row_runs.rows = runs
         pages, nets = cache.blocks(), iter(()) if states is None else states.nets()
-        following = [*(block.input_norm for block in self._blocks[1:]), self._norm]
-        normed = self.operations.rms_norm(x, self._blocks[0].input_norm)
-        for block, next_norm in zip(self._blocks, following, strict=True):
+        blocks = self._kinds if rehearses() else self._blocks
+        following = [*(block.input_norm for block in blocks[1:]), self._norm]
+        normed = self.operations.rms_norm(x, blocks[0].input_norm)
+        for block, next_norm in zip(blocks, following, strict=True):
             memory: Any = next(nets if isinstance(block.mixer, DeltaNet) else pages)
             mixed = block.mixer(normed, mixing, memory, self._ropes)
-            if rows is not None and block is self._blocks[-1]:
+            if rows is not None and block is blocks[-1]:
                 # After the last attention nothing reads the other rows.
                 x, mixed = x[rows], mixed[rows]
                 if self._row_runs and runs is not None:
@@ -729,6 +732,7 @@ class Pool:
         self.steps: GraphBySize[Callable[[], None]] = GraphBySize(memory)
         self.prompts: GraphBySize[_PromptGraph] = GraphBySize(memory)
         self.chunks: GraphBySize[tuple[Tensor, Callable[[], None]]] = GraphBySize(memory)
+        self._rehearsed: set[tuple[int, bool, bool]] = set()
         # In float32 attention runs prompt by prompt, which needs lengths that a graph doesn't have.
         self._captures_prompts = memory is not None and decoder.dtype.itemsize == 2
         #: Whether replies may be computed by `extend`, and not by decode steps alone. Delta nets advance their states
@@ -740,6 +744,29 @@ class Pool:
     def nbytes(self) -> int:
         """Bytes of the KV cache and of the delta nets' states."""
         return self.cache.nbytes + (self.states.nbytes if self.states else 0)
+
+    @torch.no_grad()
+    def rehearse(self, splits: int, truncated: bool, replayed: bool) -> None:
+        """Compile what prompts and decode steps launch, all at the same time, unless that was done.
+
+        Kernels that differ by more than the batch's size are compiled by their first launch, as without this.
+        """
+        key = splits, truncated, replayed
+        if self.steps.memory is None or key in self._rehearsed:
+            return
+        self._rehearsed.add(key)
+        device, slots = self.decoder.device, None
+        with rehearsal(device):
+            self._rows.fill_(self.state.count)
+            for rows in limits(len(self._rows)):
+                self.decoder.step(self._rows[:rows], self, splits, truncated, replayed)
+            if self._captures_prompts:
+                tokens = PROMPT_BUCKETS[-1]
+                packed = pack([[0]], [[0]], PAGE, tokens, MOST_PROMPTS)
+                if self.states is not None:
+                    slots = torch.full((MOST_PROMPTS,), self.states.idle, dtype=torch.int32, device=device)
+                row = PromptRow.of(upload(packed, torch.int32, device), tokens, MOST_PROMPTS, None, slots)
+                self.decoder.last_hidden(row, self.cache, self.states)
 
     @torch.no_grad()
     def decode(self, chosen: Sequence[int], count: int, splits: int, truncated: bool, replayed: bool) -> None:

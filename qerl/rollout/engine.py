@@ -229,6 +229,7 @@ class Scheduler:
     @torch.no_grad()
     def run(self, stops: frozenset[int]) -> list[list[list[Completion]]]:
         """Draw all completions, or only the part's; returns each request's, in the order of its prompts."""
+        self._pool.rehearse(self._splits, self._truncated, self._replayed)
         while self._active or self._waiting or self._waits():
             self._admit()
             self._decode()
@@ -748,7 +749,6 @@ class EngineSampler:
         # Powers of two, so that a slightly longer rollout needs no new graphs.
         pages_each, tokens = _power_of_two(alone - 2), _power_of_two(max_tokens)
         decoder.reach(pages_each * PAGE)
-        decoder.compile_ahead(slots)
         all_slots = self.settings.batch_invariant
         pool = Pool(decoder, slots, tokens, pages_each, min(most_pages, affordable), dtype, all_slots)
         self.cache_bytes = pool.nbytes

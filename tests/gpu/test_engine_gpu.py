@@ -1,12 +1,17 @@
 """The native engine on a GPU: its CUDA graphs against Hugging Face."""
 
+import threading
+from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+import triton
+from triton.runtime.jit import JITFunction
 
 from qerl.kernels.state import LEAST_FP8_CAPABILITY, PAGE
+from qerl.kernels.triton import attention, norms, prompt_attention, sampling
 from qerl.models.policy import with_adapter
 from qerl.rl.noise import Noise
 from qerl.rollout.decoder import Pool, bucket_of
@@ -50,6 +55,27 @@ def assert_close(policy, prompts, groups, temperature=1.0):
     difference = differences(policy, prompts, groups, temperature)
     assert np.abs(difference).max() <= 0.03
     assert k3(difference) <= 1e-4
+
+
+def test_a_rehearsal_compiles_what_a_rollout_launches_and_changes_no_result(policy, monkeypatch, tmp_path):
+    params = SamplingParams(max_tokens=70, count=8, seed=4, ignore_eos=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Pool, "rehearse", lambda *arguments: None)
+        without = endless(policy).generate(PROMPTS, params)
+    kernels = [k for m in (attention, norms, prompt_attention, sampling) for k in vars(m).values()]
+    for kernel in kernels:
+        if isinstance(kernel, JITFunction):
+            monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    compiled = defaultdict(set)
+
+    def listen(*, src, metadata, **rest):
+        compiled[threading.current_thread() is threading.main_thread()].add(metadata["name"])
+
+    monkeypatch.setattr(triton.knobs.compilation, "listener", listen)
+    assert endless(policy).generate(PROMPTS, params) == without
+    assert {"_rms_norm", "_attend", "_rotate_and_store", "_chunks", "_choose"} <= compiled[False]
+    assert not {"_rms_norm", "_attend", "_rotate_and_store"} & compiled[True]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.8])

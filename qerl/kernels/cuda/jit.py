@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -15,6 +12,7 @@ from typing import Any
 import torch
 
 from qerl.host.provenance import cache_folder
+from qerl.kernels.compilation import asked_for
 
 
 class KernelError(RuntimeError):
@@ -40,22 +38,22 @@ def load(
     return function
 
 
-def compile_all(
-    sources: tuple[Path, ...], entry: str, kinds: Iterable[tuple[tuple[str, int], ...]], device: int
+def launch(
+    kernel: tuple[tuple[Path, ...], str, tuple[tuple[str, int], ...], int, int],
+    grid: int,
+    threads: int,
+    params: ctypes.Structure,
 ) -> None:
-    """Compile the function for each of several -D options on all cores, so that `load` finds its machine code."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        # NVRTC compiles without Python's lock.
-        list(pool.map(partial(_machine_code, sources, entry, device=device), kinds))
+    """Launch the kernel with these arguments of `load` on PyTorch's current stream.
 
-
-def launch(function: Any, grid: int, threads: int, shared_bytes: int, params: ctypes.Structure) -> None:
-    """Launch on PyTorch's current stream; the kernel may start before the previous one has ended.
-
-    It must execute griddepcontrol.wait before it accesses memory that other kernels write.
+    It may start before the previous one has ended, so it must execute griddepcontrol.wait before it accesses memory
+    that other kernels write. In a `rehearsal` it is loaded and not launched.
     """
     from cuda.bindings import driver
 
+    if asked_for(load, *kernel):
+        return
+    function, shared_bytes = load(*kernel), kernel[3]
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from math import e, log2
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from qerl.formats import layouts
 from qerl.formats.layouts import Tiles, Words
-from qerl.kernels.cuda.jit import address, compile_all, flat_tensor_map, launch, load, params_struct, tensor_map
+from qerl.kernels.cuda.jit import address, flat_tensor_map, launch, params_struct, tensor_map
 from qerl.kernels.state import COEFFICIENTS, Activation, RowRuns, Workspace, workspace
 
 # The compiled variants of the decode product, by the rows of x and the size of the layer.
@@ -304,20 +303,8 @@ def multiply(operands: Operands, x: Tensor, out: Tensor, mode: Mode, activation:
         workers = variant.workers(blocks, processors // row_blocks)
         params = _params(operands, rows, outs, number * most, mode, activation, variant, row_blocks, workers)
         shared_bytes = variant.shared_bytes(operands.ranks)
-        function = load(_SOURCES, _ENTRY, _options(variant, operands), shared_bytes, x.get_device())
-        launch(function, workers * row_blocks * variant.cluster, variant.threads(operands.rank), shared_bytes, params)
-
-
-def compile_ahead(products: Iterable[Operands], rows: int) -> None:
-    """Compile the variants for up to `rows` rows of x at the same time; a launch compiles one that is missing."""
-    kinds: dict[torch.device, set[tuple[tuple[str, int], ...]]] = defaultdict(set)
-    for operands in products:
-        tiles, device = operands.tiles, operands.tiles.data.device
-        for count in limits(rows):
-            variant, _ = variant_for(count, tiles.rows, tiles.columns, workspace(device).processors)
-            kinds[device].add(_options(variant, operands))
-    for device, options in kinds.items():
-        compile_all(_SOURCES, _ENTRY, options, device.index)
+        kernel = _SOURCES, _ENTRY, _options(variant, operands), shared_bytes, x.get_device()
+        launch(kernel, workers * row_blocks * variant.cluster, variant.threads(operands.rank), params)
 
 
 def _options(variant: KernelVariant, operands: Operands) -> tuple[tuple[str, int], ...]:
@@ -432,7 +419,5 @@ def dense(tiles: Tiles | Words, part: int) -> Tensor:
         scale_multiplier=multiplier,
         scale_offset=offset & 0xFFFF,
     )
-    launch(
-        load((_UNPACK_SOURCE,), "unpack", (), 0, out.get_device()), -(-row_tiles * column_blocks // 8), 256, 0, params
-    )
+    launch(((_UNPACK_SOURCE,), "unpack", (), 0, out.get_device()), -(-row_tiles * column_blocks // 8), 256, params)
     return out

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qerl.kernels import state
 from qerl.kernels.state import PAGE, DecodeState, Heads, KVCache, Rope, splits_of
-from qerl.kernels.triton.launch import dependent, let_next_start, wait_for_earlier
+from qerl.kernels.triton.launch import dependent, kernel, let_next_start, wait_for_earlier
 
 # The heads of a token in Triton, for kernels of decode steps and of prompts: norms, rotation, FP8, sinks.
 
@@ -302,7 +302,7 @@ def _split_tokens(position, PAGE: tl.constexpr):
     return size * PAGE
 
 
-@triton.jit
+@kernel
 def attend_split(
     qkv, cache, sequences, rope, norms, sums, scale, shape: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
@@ -370,7 +370,7 @@ def attend_split(
     tl.store(sums.total + part, total, in_group)
 
 
-@triton.jit
+@kernel
 def combine(qkv, rows, positions, sinks, sums, out, shape: tl.constexpr, PDL: tl.constexpr):
     """Combine the splits of a row's query head."""
     row, head = tl.program_id(0), tl.program_id(1)
@@ -465,7 +465,7 @@ def _page_at(number, starts, slots, positions, shared, base, shape: tl.constexpr
     return owner, slot, page, end
 
 
-@triton.jit
+@kernel
 def attend_whole(
     qkv, cache, out, sequences, rope, norms, sinks, scale, shape: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip

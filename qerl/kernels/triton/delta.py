@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qerl.kernels.reference import LENGTH_EPS, remember
 from qerl.kernels.state import IDLE, DecodeState, DeltaHeads, DeltaState, PromptRow
-from qerl.kernels.triton.launch import begin, dependent
+from qerl.kernels.triton.launch import begin, dependent, kernel
 
 #: Columns of a head's state that a program has in registers, and its warps. A step reads and writes whole states once,
 #: so that memory bounds it. A prompt's tokens follow each other, and a program of one warp waits for no other.
@@ -23,7 +23,7 @@ _IDLE = tl.constexpr(IDLE)
 _EPS = tl.constexpr(LENGTH_EPS)
 
 
-@triton.jit
+@kernel
 def _convolve(
     mixed, stride, weight, recent, positions, slots, out,
     KEY: tl.constexpr, VALUE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr,
@@ -84,7 +84,7 @@ def _token(
     return query, key, value, tl.exp(-rate * soft), beta
 
 
-@triton.jit
+@kernel
 def _recur(
     heads, b, a, stride, log_rate, rate_bias, recurrent, positions, slots, last, out,
     KEY: tl.constexpr, VALUE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -135,7 +135,7 @@ def _recur(
     tl.store(place, now, mask)
 
 
-@triton.jit
+@kernel
 def _gated_norm(
     x, z, stride, weight, out, eps,
     VALUE: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,

@@ -13,7 +13,7 @@ from torch import Tensor
 from qerl.formats.layouts import BLOCK_COLUMNS, Words
 from qerl.kernels import reference
 from qerl.kernels.state import GroupedLora, Groups
-from qerl.kernels.triton.launch import begin, dependent
+from qerl.kernels.triton.launch import begin, dependent, kernel
 from qerl.kernels.triton.linear import Tile, ranks_at_once, rows_of_tile, store_tile, wait_for_products, weight_values
 
 # Groups of more pairs than one launch can hold, in Triton: their number for each expert, then their places.
@@ -26,7 +26,7 @@ _PAIRS = 2048
 _OWNERS = 128
 
 
-@triton.jit(do_not_specialize=["count"])
+@kernel(do_not_specialize=["count"])
 def _count(numbers, counts, count, experts, PAIRS: tl.constexpr, EXPERTS: tl.constexpr):
     """Add the pairs of each expert among some pairs to counts [experts]."""
     pair, e = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS), tl.arange(0, EXPERTS)
@@ -47,7 +47,7 @@ def close_blocks(pairs, first, filled, end, count, expert, experts, blocks, SIZE
     return tl.where(expert < experts, end, blocks), tl.where(expert < experts, expert, -1)
 
 
-@triton.jit(do_not_specialize=["count", "blocks"])
+@kernel(do_not_specialize=["count", "blocks"])
 def _place(
     numbers, counts, pairs, owners, count, experts, blocks,
     PAIRS: tl.constexpr, EXPERTS: tl.constexpr, SIZE: tl.constexpr, OWNERS: tl.constexpr,
@@ -101,7 +101,7 @@ MOST_SCORED = 128
 _SCORED_NUMBERS = 8 * 2048
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@kernel(do_not_specialize=["tokens"])
 def _scores(
     x, weight, bias, out, tokens, experts, width,
     BIASED: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -159,7 +159,7 @@ def _probabilities(scores, place, CHOSEN: tl.constexpr, NORMALISED: tl.constexpr
     return power / total[:, None]
 
 
-@triton.jit
+@kernel
 def _route(
     scores, numbers, weights, experts,
     CHOSEN: tl.constexpr, NORMALISED: tl.constexpr, EXPERTS: tl.constexpr, PDL: tl.constexpr,
@@ -188,7 +188,7 @@ def route(scores: Tensor, chosen: int, normalised: bool) -> tuple[Tensor, Tensor
     return numbers, weights
 
 
-@triton.jit(do_not_specialize=["count", "blocks"])
+@kernel(do_not_specialize=["count", "blocks"])
 def _group(
     numbers, pairs, owners, count, experts, blocks,
     PAIRS: tl.constexpr, EXPERTS: tl.constexpr, BLOCKS: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
@@ -224,7 +224,7 @@ def group(numbers: Tensor, experts: int) -> Groups:
     return groups
 
 
-@triton.jit
+@kernel
 def _combine(
     y, weights, out, width, CHOSEN: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
@@ -252,7 +252,7 @@ def combine(y: Tensor, weights: Tensor, out: Tensor, residual: bool) -> None:
     )  # fmt: skip
 
 
-@triton.jit
+@kernel
 def _combine_gradients(grad, y, weights, grad_y, grad_weights, width, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
     """Gradients of a token's outputs of experts and of their weights."""
     row = tl.program_id(0).to(tl.int64)
@@ -404,7 +404,7 @@ def _strips_product(
             store_tile(y, out, tile * N + r, pair, pairs, width, False)
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@kernel(do_not_specialize=["pairs"])
 def grouped_product(
     codes, scales, x, block_pairs, block_experts, factors, bias, up, shrunk, out,
     pairs, fan, rows, all_rows, columns, width,
@@ -434,7 +434,7 @@ def grouped_product(
                 )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@kernel(do_not_specialize=["pairs"])
 def grouped_input_gradient(
     codes, scales, grad, block_pairs, block_experts, factors, out, pairs, fan, rows, all_rows, columns,
     GROUPS: tl.constexpr, MULTIPLIER: tl.constexpr, OFFSET: tl.constexpr, ADD: tl.constexpr,
@@ -475,7 +475,7 @@ def grouped_input_gradient(
         store_tile(total * factor, out, column, pair, pairs, columns, ADD)
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@kernel(do_not_specialize=["pairs"])
 def grouped_weight_gradient(
     grad, x, block_pairs, starts, out, pairs, fan, rows, columns,
     SIZE: tl.constexpr, N: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,

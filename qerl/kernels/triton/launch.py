@@ -1,13 +1,33 @@
-"""Programmatic dependent launch: a kernel starts while the previous one ends, and waits before it reads."""
+"""Launches of Triton's kernels, which a rehearsal compiles and doesn't run, and programmatic dependent launch: a kernel
+starts while the previous one ends, and waits before it reads.
+"""
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+from qerl.kernels.compilation import rehearses
+
+
+class _Kernel(JITFunction):
+    def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return super().run(*args, grid=grid, warmup=warmup or rehearses(), **options)
+
+
+def kernel(function: Callable[..., None] | None = None, **options: Any) -> Any:
+    """`triton.jit` for what is launched, and not called by kernels: in a `rehearsal` a launch only compiles it."""
+    if function is None:
+        return partial(kernel, **options)
+    # The interpreter compiles nothing.
+    return triton.jit(function, **options) if triton.knobs.runtime.interpret else _Kernel(function, **options)
+
 
 #: If False, each kernel is launched after the end of the previous one.
 ENABLED = True

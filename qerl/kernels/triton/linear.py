@@ -15,7 +15,7 @@ from triton.language.target_info import cuda_capability_geq
 
 from qerl.formats.layouts import BLOCK_COLUMNS, Words
 from qerl.kernels.state import COEFFICIENTS, Activation, RowRuns, workspace
-from qerl.kernels.triton.launch import begin, dependent, let_next_start, wait_for_earlier
+from qerl.kernels.triton.launch import begin, dependent, kernel, let_next_start, wait_for_earlier
 
 # Operands of the portable products, and how these are divided among programs: by rows of x and by layer size. The
 # choice depends on nothing measured at run time, so that equal inputs give equal bits in every run on a kind of GPU.
@@ -174,7 +174,7 @@ def weight_values(word, byte, MULTIPLIER: tl.constexpr, OFFSET: tl.constexpr, dt
     return weight.reshape(word.shape[0], 128)
 
 
-@triton.jit
+@kernel
 def _unpack(
     codes, scales, out, divisor, first, rows, all_rows, columns,
     GROUPS: tl.constexpr, MULTIPLIER: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr, TAIL: tl.constexpr,
@@ -414,7 +414,7 @@ def _finish(
         store_tile(y, out, tile * N + tl.arange(0, N), m, rows, width, RESIDUAL)
 
 
-@triton.jit(do_not_specialize=["rows", "blocks", "tiles", "span", "row_blocks"])
+@kernel(do_not_specialize=["rows", "blocks", "tiles", "span", "row_blocks"])
 def fused_product(
     codes, scales, factors, bias, down, up, runs, run_of_rank, x, out, sums, shrink_sums, counters,
     rows, rows_of_w, columns, blocks, tiles, span, row_blocks, width,
@@ -530,7 +530,7 @@ def runs_of(runs: RowRuns | None, run_of_rank: Tensor | None, x: Tensor) -> tupl
 _N, _K, _SPAN = 16, 128, 640
 
 
-@triton.jit
+@kernel
 def _narrow(
     x, weight, down, up, runs, run_of_rank, out, sums, counters, rows, columns, width,
     RANK: tl.constexpr, RANKS: tl.constexpr, RUNS: tl.constexpr, WIDTHS: tl.constexpr, SPLITS: tl.constexpr,
@@ -614,7 +614,7 @@ def narrow_product(
 _BLOCK = 8192
 
 
-@triton.jit
+@kernel
 def _copy(targets, sources, sizes, widths, strides, BLOCK: tl.constexpr, PDL: tl.constexpr):
     tensor, block = tl.program_id(0), tl.program_id(1)
     begin(PDL)

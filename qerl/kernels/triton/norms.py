@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qerl.kernels.state import Norm
-from qerl.kernels.triton.launch import begin, dependent
+from qerl.kernels.triton.launch import begin, dependent, kernel
 
 # RMSNorm in Triton; `qerl.kernels.reference` has the PyTorch version.
 
@@ -35,7 +35,7 @@ def _normed(x, scale, width, eps, dtype: tl.constexpr):
     return (scale * (wide * tl.rsqrt(tl.sum(wide * wide) / width + eps))).to(dtype)
 
 
-@triton.jit
+@kernel
 def _rms_norm(
     x, weight, noise, runs, out, width, eps,
     NOISY: tl.constexpr, OFFSET: tl.constexpr, RUNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -48,7 +48,7 @@ def _rms_norm(
     tl.store(out + place, normed, mask)
 
 
-@triton.jit
+@kernel
 def _add_normed(
     x, weight, noise, runs, to, then_weight, then_noise, then_runs, out, width, eps, then_eps,
     NOISY: tl.constexpr, OFFSET: tl.constexpr, RUNS: tl.constexpr,
@@ -110,7 +110,7 @@ def _block(x: Tensor) -> dict[str, Any]:
 _PROGRAMS = 396
 
 
-@triton.jit
+@kernel
 def _norm_forward(x, weight, out, inverses, width, eps, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     at = row.to(tl.int64) * width
@@ -123,7 +123,7 @@ def _norm_forward(x, weight, out, inverses, width, eps, BLOCK: tl.constexpr):
     tl.store(out + at + column, (scale * (wide * inverse)).to(out.dtype.element_ty), mask)
 
 
-@triton.jit
+@kernel
 def _norm_backward(
     grad, x, weight, inverses, grad_x, grad_weights, rows, width, OF_WEIGHT: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -238,7 +238,7 @@ def _turn(
     store_halves(y1, y2, out + token * (HEADS * DIM), place, mask, DIM)
 
 
-@triton.jit
+@kernel
 def _rotate(
     query, key, grad_query, grad_key, query_weight, key_weight, cos, sin, query_out, key_out,
     query_stride, key_stride, grad_query_stride, grad_key_stride, eps,
@@ -303,7 +303,7 @@ def _with_contiguous_heads(x: Tensor) -> Tensor:
 _SWIGLU_BLOCK = 2048
 
 
-@triton.jit
+@kernel
 def _swiglu_forward(gate, up, out, size, width, stride, BLOCK: tl.constexpr):
     """Rows of gate and up are `stride` numbers apart, those of the output follow each other."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -314,7 +314,7 @@ def _swiglu_forward(gate, up, out, size, width, stride, BLOCK: tl.constexpr):
     tl.store(out + place, (wide * tl.sigmoid(wide) * factor).to(out.dtype.element_ty), mask)
 
 
-@triton.jit
+@kernel
 def _swiglu_backward(grad, gate, up, grad_gate, grad_up, size, width, stride, BLOCK: tl.constexpr):
     """Gradients of gate and up have the rows of gate and up."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -363,7 +363,7 @@ def _gate_and_up(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, int, int]:
 _CLAMPED_GLU_BLOCK = 1024
 
 
-@triton.jit
+@kernel
 def _clamped_glu(both, out, width, alpha, limit, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

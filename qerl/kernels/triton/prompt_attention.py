@@ -20,7 +20,7 @@ from qerl.kernels.packed_sequences import attend_packed
 from qerl.kernels.reference import gated
 from qerl.kernels.state import PAGE, QUERY_BLOCK, Heads, KVCache, PromptRow, Rope
 from qerl.kernels.triton.attention import angles, in_fp8, in_halves, power_scale, rotated, sink_weight
-from qerl.kernels.triton.launch import begin, dependent
+from qerl.kernels.triton.launch import begin, dependent, kernel
 
 #: Keys that a program reads at a time, and stages of its pipeline; the first pair that fits shared memory is used.
 _READS = ((128, 3), (64, 3), (64, 2), (32, 2), (32, 1))
@@ -43,7 +43,7 @@ def _store_rounded(first, second, p1, p2, page, scales, mask, exists, DIM: tl.co
     tl.store(scales, scale, exists)
 
 
-@triton.jit
+@kernel
 def _rotate_and_store(
     qkv, cache, scales, positions, places, cos, sin, q_norm, k_norm, eps,
     QUERY: tl.constexpr, QUERY_BLOCK: tl.constexpr, KV: tl.constexpr, KV_BLOCK: tl.constexpr,
@@ -117,7 +117,7 @@ def _attend_keys(q, keys, column, seen, highest, total, summed, scale, KV: tl.co
     return rising, total, tl.dot(weights.to(v.dtype), v, summed * fade[:, None])
 
 
-@triton.jit
+@kernel
 def _attend(
     qkv, out, blocks, sinks, scale,
     QUERY: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, PITCH: tl.constexpr, DIM_BLOCK: tl.constexpr,

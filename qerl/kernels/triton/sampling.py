@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qerl.kernels.reference import threshold
 from qerl.kernels.state import CHUNK, DecodeState, SamplingState
-from qerl.kernels.triton.launch import begin, dependent
+from qerl.kernels.triton.launch import begin, dependent, kernel
 
 # Token sampling in Triton; `qerl.kernels.reference` has the PyTorch version.
 #
@@ -40,7 +40,7 @@ def _gumbel(word):
     return -_log(exponential)
 
 
-@triton.jit
+@kernel
 def _chunks(
     logits, rows, positions, drawn, sequence, runs, scale, seed, lowest, best, best_token, best_logit, top, mass,
     width, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TRUNCATED: tl.constexpr, PDL: tl.constexpr,
@@ -93,7 +93,7 @@ def _chunks(
     tl.store(mass + part, tl.sum(total, axis=0))
 
 
-@triton.jit
+@kernel
 def _choose(
     logits, runs, scale, rows, best, best_token, best_logit, top, mass, positions, drawn, limit, given, last, tokens,
     logprobs, stops, width, stride, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, STOPS: tl.constexpr,
@@ -174,7 +174,7 @@ def draw(
 _LOGITS_BLOCK = 4096
 
 
-@triton.jit
+@kernel
 def _statistics(logits, targets, state, first, rows, width, inverse, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     line = logits + row.to(tl.int64) * width
@@ -201,7 +201,7 @@ def _statistics(logits, targets, state, first, rows, width, inverse, BLOCK: tl.c
     tl.store(state + 3 * rows + row, tl.load(line + place, in_tile, other=0.0).to(tl.float32) * inverse, in_tile)
 
 
-@triton.jit
+@kernel
 def _gradient(
     logits, targets, lse, grad, entropy, grad_entropy, first, width, inverse, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
 ):

@@ -1,0 +1,49 @@
+"""Rehearsals: what is launched in one is compiled, once and in threads, and nothing runs."""
+
+import threading
+
+import pytest
+import torch
+
+from qerl.kernels import compilation, state
+from qerl.kernels.compilation import asked_for, rehearsal, rehearses
+
+DEVICE = torch.device("cuda", 1)
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """The GPU that each thread has chosen, by its number."""
+    chosen = {}
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.update({threading.get_ident(): device.index}))
+    return chosen
+
+
+def test_equal_calls_are_made_once_by_threads_on_the_gpu_and_before_the_block_ends(gpus):
+    made = []
+
+    def load(name, size):
+        made.append((name, size, gpus[threading.get_ident()]))
+
+    with rehearsal(DEVICE):
+        assert rehearses()
+        assert all(asked_for(load, *arguments) for arguments in [("a", 1), ("b", 1), ("a", 1), ("a", 2)])
+    assert sorted(made) == [("a", 1, 1), ("a", 2, 1), ("b", 1, 1)]
+    assert not rehearses()
+    assert not asked_for(load, "a", 1)
+    assert len(made) == 3
+
+
+def test_errors_end_a_rehearsal(gpus):
+    def load():
+        raise ValueError("doesn't compile")
+
+    with pytest.raises(ValueError, match="doesn't compile"), rehearsal(DEVICE):
+        asked_for(load)
+    assert not rehearses()
+
+
+def test_a_rehearsal_captures_no_graph(gpus):
+    with pytest.raises(RuntimeError, match="rehearsal"), rehearsal(DEVICE):
+        state.capture(lambda: None)
+    assert compilation._asked.get() is None
