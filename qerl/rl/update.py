@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from qerl.kernels.compilation import rehearsal
+from qerl.kernels.state import rehearsal
 from qerl.models.experts import Experts
 from qerl.models.lora import SharedCasts, dropouts, set_keys
 from qerl.models.policy import Policy, ShardedRoot
@@ -243,6 +243,8 @@ class Updater:
         of this process's micro-batches in the first update, which changes neither policy nor metrics.
         """
         self._step, loss = step, self.settings.loss
+        if not self._rehearsed:
+            self._rehearse()
         self.choices = self.choices or self._choose()
         schedule = warmup_cosine(self.settings.optimizer.warmup_ratio, step, self.settings.steps)
         for group in self.optimizer.param_groups:
@@ -259,8 +261,6 @@ class Updater:
         unread = silent.index & stored.index - {*silent.sampled} if stored else set[int]()
         shown = self._read_only(samples, sorted(unread))
         self._choose_passes(samples, indices)
-        if not self._rehearsed:
-            self._rehearse()
 
         stats, norms = UpdateStats(), []
         inputs: list[LossInputs] = []
@@ -364,15 +364,13 @@ class Updater:
             self.policy.lm.train()
 
     def _rehearse(self) -> None:
-        """Compile what passes over a row launch, all at the same time."""
+        """Compile what passes over a row launch, all at the same time. Changes nothing else."""
         self._rehearsed, tokens = True, [0] * 17  # most rows' lengths aren't multiples of 16 either
         row = [Sample(tokens, Completion(tokens, [0.0] * len(tokens), True), 0.0, 0.0)]
         batch = micro_batch(row, [0], self.policy.device)
         # The backward pass has threads of its own otherwise, which no rehearsal knows.
         with rehearsal(self.policy.device), torch.autograd.set_multithreading_enabled(False):
-            with torch.no_grad():
-                self._forward(batch, in_graphs=False)
-            self._forward(batch, in_graphs=False)[0].sum().backward()
+            logprobs_and_entropy(self.policy, batch, self.temperature)[0].sum().backward()
         self.optimizer.zero_grad(set_to_none=True)
 
     def _forward(self, batch: MicroBatch, in_graphs: bool = True) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from qerl.checkpoints.files import context_length
 from qerl.kernels import operations
-from qerl.kernels.compilation import rehearsal, rehearses
 from qerl.kernels.cuda.w4a16 import limits, padded_rows
 from qerl.kernels.packed_sequences import Packing
 from qerl.kernels.state import (
@@ -38,6 +37,8 @@ from qerl.kernels.state import (
     SamplingState,
     captured,
     pack,
+    rehearsal,
+    rehearses,
     state_bytes,
 )
 from qerl.models.blocks import NoisyRMSNorm
@@ -749,7 +750,7 @@ class Pool:
     def rehearse(self, splits: int, truncated: bool, replayed: bool) -> None:
         """Compile what prompts and decode steps launch, all at the same time, unless that was done.
 
-        Kernels that differ by more than the batch's size are compiled by their first launch, as without this.
+        A kernel that this misses is compiled by its first launch.
         """
         key = splits, truncated, replayed
         if self.steps.memory is None or key in self._rehearsed:
@@ -758,7 +759,7 @@ class Pool:
         device, slots = self.decoder.device, None
         with rehearsal(device):
             self._rows.fill_(self.state.count)
-            for rows in limits(len(self._rows)):
+            for rows in (1, *limits(len(self._rows))):  # tensors of one row can be aligned otherwise
                 self.decoder.step(self._rows[:rows], self, splits, truncated, replayed)
             if self._captures_prompts:
                 tokens = PROMPT_BUCKETS[-1]

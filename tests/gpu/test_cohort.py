@@ -7,8 +7,7 @@ import torch
 
 from qerl.kernels import reference, triton
 from qerl.kernels.cuda import w4a16
-from qerl.kernels.cuda.w4a16 import compile_ahead
-from qerl.kernels.state import DecodeState, Norm, RowRuns, SamplingState
+from qerl.kernels.state import DecodeState, Norm, RowRuns, SamplingState, rehearsal
 from qerl.kernels.triton.linear import Copies, narrow_product
 from qerl.models.linear import PortableLinear, W4Linear
 from qerl.models.policy import with_adapters
@@ -81,7 +80,10 @@ class Products:
             W4Linear(first, self.gated, twins) if backend is W4Linear else PortableLinear(first, DTYPE, twins)
         )
         if backend is W4Linear:
-            compile_ahead([self.product.operands], 512)
+            with rehearsal(DEVICE):  # compiles all variants at the same time
+                for rows in w4a16.limits(512):
+                    x = torch.zeros(rows, self.product.operands.tiles.columns, device=DEVICE, dtype=DTYPE)
+                    self(x, torch.zeros(rows, dtype=torch.long, device=DEVICE))
 
     def __call__(self, x, runs):
         self.runs.rows = runs

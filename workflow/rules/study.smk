@@ -53,9 +53,10 @@ if JOBS.of("published").data:
     use rule gather_study as study_published with:
         input:
             **input_of("published", "data", "doses", "printed"),
+        # The page is committed, so what a failed job leaves of it must be the last one.
         output:
-            page=output_of("published", paths.STUDY_PAGE),
-            parts=directory(output_of("published", paths.STUDY_PARTS)),
+            page=update(output_of("published", paths.STUDY_PAGE)),
+            parts=update(directory(output_of("published", paths.STUDY_PARTS))),
         log:
             "<logs>/study/published.log",
         params:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from qerl.host.provenance import cache_folder
-from qerl.kernels.compilation import asked_for
+from qerl.kernels.state import asked_for
 
 
 class KernelError(RuntimeError):

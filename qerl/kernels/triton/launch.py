@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from qerl.kernels.compilation import rehearses
+from qerl.kernels.state import rehearses
 
 
 class _Kernel(JITFunction):

@@ -197,6 +197,20 @@ def test_completions_without_a_token_have_no_part_in_an_update(checkpoints, loss
     assert all(parameter.isfinite().all() for _, parameter in made.policy.trainable())
 
 
+@pytest.mark.parametrize("loss", [{}, {"name": "ppo"}], ids=str)
+def test_a_rehearsal_changes_no_update(checkpoints, loss):
+    found = []
+    for rehearsed in (False, True):
+        one = updater(checkpoints, **loss)
+        if rehearsed:
+            one._rehearse()
+        metrics = one.update(1, batch())
+        found.append((metrics, [weight.detach().clone() for _, weight in one.policy.trainable()]))
+    (metrics, weights), (after_metrics, after_weights) = found
+    assert metrics == after_metrics
+    assert all(torch.equal(before, after) for before, after in zip(weights, after_weights, strict=True))
+
+
 def test_learning_rate_warms_up_and_decays_to_zero():
     rates = [warmup_cosine(0.1, step, 100) for step in range(1, 101)]
     assert rates[:10] == pytest.approx([0.1 * n for n in range(1, 11)])
