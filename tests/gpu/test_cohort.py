@@ -83,7 +83,7 @@ class Products:
             with rehearsal(DEVICE):  # compiles all variants at the same time
                 for rows in w4a16.limits(512):
                     x = torch.zeros(rows, self.product.operands.tiles.columns, device=DEVICE, dtype=DTYPE)
-                    self(x, torch.zeros(rows, dtype=torch.long, device=DEVICE))
+                    self(x, torch.zeros(rows, dtype=torch.int32, device=DEVICE))
 
     def __call__(self, x, runs):
         self.runs.rows = runs
