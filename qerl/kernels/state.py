@@ -570,53 +570,54 @@ def workspace(device: torch.device) -> Workspace:
     return Workspace(device)
 
 
-# Rehearsals: the kernels of a pass are compiled at the same time, before it runs.
+# Dry runs: all kernels of a pass are compiled at the same time, before the pass runs.
 #
-# A kernel is otherwise compiled by its first launch, one after another: Triton's take 0.2 to 1.5 s each, of which the C
-# code of the launcher takes 0.35, and NVRTC's up to 2.5 s. A first GRPO step of 7B has 22 and 13 of them.
+# Otherwise each kernel is compiled by its first launch, and the others wait. Triton takes 0.2 to 1.5 s for a kernel and
+# 0.35 s for the C code of its launcher, and NVRTC up to 2.5 s. A first GRPO step of 7B has 22 kernels of Triton and 10
+# of NVRTC.
 
-# The threads of the present rehearsal, and the calls that it has asked for.
-_Asked = tuple[ThreadPoolExecutor, dict[Hashable, Future[Any]]]
-_asked: ContextVar[_Asked | None] = ContextVar("rehearsal", default=None)
+#: The threads of the present dry run, and what they compile, by function and arguments.
+_present: ContextVar[tuple[ThreadPoolExecutor, dict[Hashable, Future[Any]]] | None] = ContextVar(
+    "dry_run", default=None
+)
 
 
 @contextmanager
-def rehearsal(device: torch.device) -> Iterator[None]:
-    """A block in which launches of this package's kernels on a GPU compile them and run nothing. At its end all are
-    compiled and loaded.
+def dry_run(device: torch.device) -> Iterator[None]:
+    """A block in which launches of this package's kernels on a GPU compile them and run nothing.
 
-    All else runs, on memory that no kernel has written: no number from the block means anything. Raises what the
-    compilers raise.
+    At its end all are compiled. What isn't a launch runs, on memory that no kernel has written, so no number from the
+    block means anything. Raises what the compilers raise.
     """
     from triton import AsyncCompileMode
 
-    calls: dict[Hashable, Future[Any]] = {}
+    compiled: dict[Hashable, Future[Any]] = {}
     # A new thread's GPU is the first one. Compilers work without Python's lock.
     with ThreadPoolExecutor(os.cpu_count(), initializer=torch.cuda.set_device, initargs=(device,)) as threads:
-        token = _asked.set((threads, calls))
+        token = _present.set((threads, compiled))
         try:
             with AsyncCompileMode(threads) as mode:
                 yield
         finally:
-            _asked.reset(token)
-        # Triton makes a launcher when it is read.
-        compiled = [kernel.result() for kernel in mode.future_kernels.values()]
-        for call in (*calls.values(), *(threads.submit(getattr, kernel, "run") for kernel in compiled)):
-            call.result()
+            _present.reset(token)
+        # Triton compiles a launcher when `run` is read.
+        kernels = [kernel.result() for kernel in mode.future_kernels.values()]
+        for future in (*compiled.values(), *(threads.submit(getattr, kernel, "run") for kernel in kernels)):
+            future.result()
 
 
-def rehearses() -> bool:
+def in_dry_run() -> bool:
     """Whether launches compile kernels and run nothing."""
-    return _asked.get() is not None
+    return _present.get() is not None
 
 
-def asked_for(load: Callable[..., Any], *arguments: Hashable) -> bool:
-    """Whether this is a rehearsal, which then calls `load` in a thread, once for equal arguments."""
-    if (asked := _asked.get()) is None:
+def compile_later(compiler: Callable[..., Any], *arguments: Hashable) -> bool:
+    """Whether this is a dry run. A thread then calls `compiler`, once for equal arguments."""
+    if (present := _present.get()) is None:
         return False
-    threads, calls = asked
-    if (load, arguments) not in calls:
-        calls[load, arguments] = threads.submit(load, *arguments)
+    threads, compiled = present
+    if (compiler, arguments) not in compiled:
+        compiled[compiler, arguments] = threads.submit(compiler, *arguments)
     return True
 
 
@@ -630,8 +631,8 @@ def capture(work: Callable[[], None], memory: Any = None) -> Callable[[], None]:
 
     `memory` is a handle of `torch.cuda.graph_pool_handle` for its allocations.
     """
-    if rehearses():
-        raise RuntimeError("work is captured in a rehearsal, whose launches do nothing: a defect of the caller")
+    if in_dry_run():
+        raise RuntimeError("work is captured in a dry run, whose launches do nothing: a defect of the caller")
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=memory):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from qerl.kernels.state import rehearsal
+from qerl.kernels.state import dry_run
 from qerl.models.experts import Experts
 from qerl.models.lora import SharedCasts, dropouts, set_keys
 from qerl.models.policy import Policy, ShardedRoot
@@ -216,7 +216,7 @@ class Updater:
         self._in_graphs = False
         #: Whether the kernels of passes are compiled: a CPU has none, a pass over shards needs all processes, and
         #: experts that are unpacked one by one would read numbers that no kernel wrote.
-        self._rehearsed = (
+        self._compiled = (
             policy.device.type != "cuda"
             or policy.root is not None
             or any(isinstance(module, Experts) for module in policy.lm.modules())
@@ -243,8 +243,8 @@ class Updater:
         of this process's micro-batches in the first update, which changes neither policy nor metrics.
         """
         self._step, loss = step, self.settings.loss
-        if not self._rehearsed:
-            self._rehearse()
+        if not self._compiled:
+            self._compile()
         self.choices = self.choices or self._choose()
         schedule = warmup_cosine(self.settings.optimizer.warmup_ratio, step, self.settings.steps)
         for group in self.optimizer.param_groups:
@@ -363,13 +363,13 @@ class Updater:
         if not self._in_graphs:
             self.policy.lm.train()
 
-    def _rehearse(self) -> None:
+    def _compile(self) -> None:
         """Compile what passes over a row launch, all at the same time. Changes nothing else."""
-        self._rehearsed, tokens = True, [0] * 17  # most rows' lengths aren't multiples of 16 either
+        self._compiled, tokens = True, [0] * 17  # most rows' lengths aren't multiples of 16 either
         row = [Sample(tokens, Completion(tokens, [0.0] * len(tokens), True), 0.0, 0.0)]
         batch = micro_batch(row, [0], self.policy.device)
-        # The backward pass has threads of its own otherwise, which no rehearsal knows.
-        with rehearsal(self.policy.device), torch.autograd.set_multithreading_enabled(False):
+        # The backward pass has threads of its own otherwise, which no dry run knows.
+        with dry_run(self.policy.device), torch.autograd.set_multithreading_enabled(False):
             logprobs_and_entropy(self.policy, batch, self.temperature)[0].sum().backward()
         self.optimizer.zero_grad(set_to_none=True)
 

@@ -36,9 +36,9 @@ from qerl.kernels.state import (
     Rope,
     SamplingState,
     captured,
+    dry_run,
+    in_dry_run,
     pack,
-    rehearsal,
-    rehearses,
     state_bytes,
 )
 from qerl.models.blocks import NoisyRMSNorm
@@ -581,7 +581,7 @@ class Decoder:
         if self._row_runs and runs is not None:
             self._row_runs.rows = runs
         pages, nets = cache.blocks(), iter(()) if states is None else states.nets()
-        blocks = self._kinds if rehearses() else self._blocks
+        blocks = self._kinds if in_dry_run() else self._blocks
         following = [*(block.input_norm for block in blocks[1:]), self._norm]
         normed = self.operations.rms_norm(x, blocks[0].input_norm)
         for block, next_norm in zip(blocks, following, strict=True):
@@ -733,7 +733,7 @@ class Pool:
         self.steps: GraphBySize[Callable[[], None]] = GraphBySize(memory)
         self.prompts: GraphBySize[_PromptGraph] = GraphBySize(memory)
         self.chunks: GraphBySize[tuple[Tensor, Callable[[], None]]] = GraphBySize(memory)
-        self._rehearsed: set[tuple[int, bool, bool]] = set()
+        self._compiled: set[tuple[int, bool, bool]] = set()
         # In float32 attention runs prompt by prompt, which needs lengths that a graph doesn't have.
         self._captures_prompts = memory is not None and decoder.dtype.itemsize == 2
         #: Whether replies may be computed by `extend`, and not by decode steps alone. Delta nets advance their states
@@ -747,17 +747,17 @@ class Pool:
         return self.cache.nbytes + (self.states.nbytes if self.states else 0)
 
     @torch.no_grad()
-    def rehearse(self, splits: int, truncated: bool, replayed: bool) -> None:
+    def compile(self, splits: int, truncated: bool, replayed: bool) -> None:
         """Compile what prompts and decode steps launch, all at the same time, unless that was done.
 
         A kernel that this misses is compiled by its first launch.
         """
         key = splits, truncated, replayed
-        if self.steps.memory is None or key in self._rehearsed:
+        if self.steps.memory is None or key in self._compiled:
             return
-        self._rehearsed.add(key)
+        self._compiled.add(key)
         device, slots = self.decoder.device, None
-        with rehearsal(device):
+        with dry_run(device):
             self._rows.fill_(self.state.count)
             for rows in (1, *limits(len(self._rows))):  # tensors of one row can be aligned otherwise
                 self.decoder.step(self._rows[:rows], self, splits, truncated, replayed)

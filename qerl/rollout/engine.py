@@ -229,7 +229,7 @@ class Scheduler:
     @torch.no_grad()
     def run(self, stops: frozenset[int]) -> list[list[list[Completion]]]:
         """Draw all completions, or only the part's; returns each request's, in the order of its prompts."""
-        self._pool.rehearse(self._splits, self._truncated, self._replayed)
+        self._pool.compile(self._splits, self._truncated, self._replayed)
         while self._active or self._waiting or self._waits():
             self._admit()
             self._decode()

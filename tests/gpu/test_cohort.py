@@ -7,7 +7,7 @@ import torch
 
 from qerl.kernels import reference, triton
 from qerl.kernels.cuda import w4a16
-from qerl.kernels.state import DecodeState, Norm, RowRuns, SamplingState, rehearsal
+from qerl.kernels.state import DecodeState, Norm, RowRuns, SamplingState, dry_run
 from qerl.kernels.triton.linear import Copies, narrow_product
 from qerl.models.linear import PortableLinear, W4Linear
 from qerl.models.policy import with_adapters
@@ -80,7 +80,7 @@ class Products:
             W4Linear(first, self.gated, twins) if backend is W4Linear else PortableLinear(first, DTYPE, twins)
         )
         if backend is W4Linear:
-            with rehearsal(DEVICE):  # compiles all variants at the same time
+            with dry_run(DEVICE):  # compiles all variants at the same time
                 for rows in w4a16.limits(512):
                     x = torch.zeros(rows, self.product.operands.tiles.columns, device=DEVICE, dtype=DTYPE)
                     self(x, torch.zeros(rows, dtype=torch.int32, device=DEVICE))

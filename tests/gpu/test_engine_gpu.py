@@ -57,10 +57,10 @@ def assert_close(policy, prompts, groups, temperature=1.0):
     assert k3(difference) <= 1e-4
 
 
-def test_a_rehearsal_compiles_what_a_rollout_launches_and_changes_no_result(policy, monkeypatch, tmp_path):
+def test_a_dry_run_compiles_what_a_rollout_launches_and_changes_no_result(policy, monkeypatch, tmp_path):
     params = SamplingParams(max_tokens=70, count=8, seed=4, ignore_eos=True)
     with monkeypatch.context() as patch:
-        patch.setattr(Pool, "rehearse", lambda *arguments: None)
+        patch.setattr(Pool, "compile", lambda *arguments: None)
         without = endless(policy).generate(PROMPTS, params)
     kernels = [k for m in (attention, norms, prompt_attention, sampling) for k in vars(m).values()]
     for kernel in kernels:

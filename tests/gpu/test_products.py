@@ -13,7 +13,7 @@ from qerl.formats.codecs import dequantize, nvfp4_global_scale, quantize
 from qerl.formats.layouts import Words
 from qerl.kernels.cuda import jit
 from qerl.kernels.cuda.w4a16 import limits
-from qerl.kernels.state import rehearsal, workspace
+from qerl.kernels.state import dry_run, workspace
 from qerl.kernels.triton.linear import Tile, dense, multiply, tile_for
 from qerl.models.linear import POLICY_ADAPTER, PackedLinear, PortableLinear, W4Linear
 from qerl.models.lora import register_lora
@@ -233,11 +233,11 @@ def test_few_and_many_rows_in_turn_leave_nothing_behind():
 
 
 @on_hopper
-def test_products_of_a_rehearsal_compile_nothing_at_their_launch(monkeypatch, tmp_path):
+def test_products_of_a_dry_run_compile_nothing_at_their_launch(monkeypatch, tmp_path):
     monkeypatch.setattr(jit, "cache_folder", lambda name: tmp_path / name)
     product = W4Linear(layers_of("o", "small", "nvfp4", 16))
     jit.load.cache_clear()
-    with rehearsal(DEVICE):
+    with dry_run(DEVICE):
         for rows in limits(200):
             product(torch.randn(rows, 256, device=DEVICE).bfloat16(), out := torch.zeros(rows, 256).cuda().bfloat16())
             assert not out.any()

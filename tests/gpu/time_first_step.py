@@ -1,4 +1,4 @@
-"""The first two GRPO steps of a process without compiled kernels, and of a second process with those of the first.
+"""Seconds of the first two GRPO steps of a process that finds no compiled kernels, and of a second one that finds them.
 
     python -m tests.gpu.time_first_step OUT.json --size 7B
 

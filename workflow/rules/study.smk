@@ -53,7 +53,7 @@ if JOBS.of("published").data:
     use rule gather_study as study_published with:
         input:
             **input_of("published", "data", "doses", "printed"),
-        # The page is committed, so what a failed job leaves of it must be the last one.
+        # The page is committed, and `update` restores it if the job fails.
         output:
             page=update(output_of("published", paths.STUDY_PAGE)),
             parts=update(directory(output_of("published", paths.STUDY_PARTS))),

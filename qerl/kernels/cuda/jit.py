@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from qerl.host.provenance import cache_folder
-from qerl.kernels.state import asked_for
+from qerl.kernels.state import compile_later
 
 
 class KernelError(RuntimeError):
@@ -47,13 +47,15 @@ def launch(
     """Launch the kernel with these arguments of `load` on PyTorch's current stream.
 
     It may start before the previous one has ended, so it must execute griddepcontrol.wait before it accesses memory
-    that other kernels write. In a `rehearsal` it is loaded and not launched.
+    that other kernels write. In a `dry_run` it is compiled and not launched.
     """
     from cuda.bindings import driver
 
-    if asked_for(load, *kernel):
+    sources, entry, defines, shared_bytes, device = kernel
+    # Launches of one kernel can differ in shared memory, which its machine code doesn't depend on.
+    if compile_later(_machine_code, sources, entry, defines, device):
         return
-    function, shared_bytes = load(*kernel), kernel[3]
+    function = load(*kernel)
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1

@@ -1,5 +1,6 @@
-"""Launches of Triton's kernels, which a rehearsal compiles and doesn't run, and programmatic dependent launch: a kernel
-starts while the previous one ends, and waits before it reads.
+"""Launches of Triton's kernels: they run nothing in a dry run, and a kernel may start while the previous one ends.
+
+The latter is programmatic dependent launch: the kernel waits before it reads what the previous one wrote.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from qerl.kernels.state import rehearses
+from qerl.kernels.state import in_dry_run
 
 
+# A class, because Triton's hook before a compilation writes all constants as JSON, which a kernel's `Shape` can't be.
 class _Kernel(JITFunction):
     def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        return super().run(*args, grid=grid, warmup=warmup or rehearses(), **options)
+        return super().run(*args, grid=grid, warmup=warmup or in_dry_run(), **options)
 
 
 def kernel(function: Callable[..., None] | None = None, **options: Any) -> Any:
-    """`triton.jit` for what is launched, and not called by kernels: in a `rehearsal` a launch only compiles it."""
+    """`triton.jit` for what is launched, and not called by kernels: in a `dry_run` a launch only compiles it."""
     if function is None:
         return partial(kernel, **options)
     # The interpreter compiles nothing.

@@ -198,12 +198,12 @@ def test_completions_without_a_token_have_no_part_in_an_update(checkpoints, loss
 
 
 @pytest.mark.parametrize("loss", [{}, {"name": "ppo"}], ids=str)
-def test_a_rehearsal_changes_no_update(checkpoints, loss):
+def test_a_dry_run_changes_no_update(checkpoints, loss):
     found = []
-    for rehearsed in (False, True):
+    for compiled in (False, True):
         one = updater(checkpoints, **loss)
-        if rehearsed:
-            one._rehearse()
+        if compiled:
+            one._compile()
         metrics = one.update(1, batch())
         found.append((metrics, [weight.detach().clone() for _, weight in one.policy.trainable()]))
     (metrics, weights), (after_metrics, after_weights) = found

@@ -1,4 +1,4 @@
-"""Rehearsals: what is launched in one is compiled, once and in threads, and nothing runs."""
+"""Dry runs: what is launched in one is compiled, once and in threads, and nothing runs."""
 
 import threading
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qerl.kernels import state
-from qerl.kernels.state import asked_for, rehearsal, rehearses
+from qerl.kernels.state import compile_later, dry_run, in_dry_run
 
 DEVICE = torch.device("cuda", 1)
 
@@ -25,25 +25,25 @@ def test_equal_calls_are_made_once_by_threads_on_the_gpu_and_before_the_block_en
     def load(name, size):
         made.append((name, size, gpus[threading.get_ident()]))
 
-    with rehearsal(DEVICE):
-        assert rehearses()
-        assert all(asked_for(load, *arguments) for arguments in [("a", 1), ("b", 1), ("a", 1), ("a", 2)])
+    with dry_run(DEVICE):
+        assert in_dry_run()
+        assert all(compile_later(load, *arguments) for arguments in [("a", 1), ("b", 1), ("a", 1), ("a", 2)])
     assert sorted(made) == [("a", 1, 1), ("a", 2, 1), ("b", 1, 1)]
-    assert not rehearses()
-    assert not asked_for(load, "a", 1)
+    assert not in_dry_run()
+    assert not compile_later(load, "a", 1)
     assert len(made) == 3
 
 
-def test_errors_end_a_rehearsal(gpus):
+def test_errors_end_a_dry_run(gpus):
     def load():
         raise ValueError("doesn't compile")
 
-    with pytest.raises(ValueError, match="doesn't compile"), rehearsal(DEVICE):
-        asked_for(load)
-    assert not rehearses()
+    with pytest.raises(ValueError, match="doesn't compile"), dry_run(DEVICE):
+        compile_later(load)
+    assert not in_dry_run()
 
 
-def test_a_rehearsal_captures_no_graph(gpus):
-    with pytest.raises(RuntimeError, match="rehearsal"), rehearsal(DEVICE):
+def test_a_dry_run_captures_no_graph(gpus):
+    with pytest.raises(RuntimeError, match="dry run"), dry_run(DEVICE):
         state.capture(lambda: None)
-    assert not rehearses()
+    assert not in_dry_run()
