@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import ceil
 from traceback import clear_frames
 from typing import TypeVar
 
@@ -48,13 +49,13 @@ _LOOK_BYTES = 10e9
 
 
 def steps_between_looks(weight_bytes: int) -> int:
-    """Decode steps between two looks for finished sequences: 1 with weights of 7 GB and more, 2 with 7B in NVFP4, and 8
-    below 1.3 GB.
+    """Decode steps between two looks for finished sequences: 1 with weights of 10 GB and more, 2 with 7B and 8B in NVFP4,
+    and 8 below 1.4 GB.
 
     A finished sequence keeps its slot until a look's result is read, and the host mustn't be slower than the steps. The
     number depends on no clock, so a rollout can be repeated to the bit.
     """
-    return min(max(round(_LOOK_BYTES / weight_bytes), 1), MOST_STEPS)
+    return min(ceil(_LOOK_BYTES / weight_bytes), MOST_STEPS)
 
 
 #: Seconds for which an engine without sequences to decode waits for replies before it looks again.
