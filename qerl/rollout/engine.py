@@ -49,8 +49,8 @@ _LOOK_BYTES = 10e9
 
 
 def steps_between_looks(weight_bytes: int) -> int:
-    """Decode steps between two looks for finished sequences: 1 with weights of 10 GB and more, 2 with 7B and 8B in NVFP4,
-    and 8 below 1.4 GB.
+    """Decode steps between two looks for finished sequences: 1 with weights of 10 GB and more, 2 with 7B and 8B in
+    NVFP4, and 8 below 1.4 GB.
 
     A finished sequence keeps its slot until a look's result is read, and the host mustn't be slower than the steps. The
     number depends on no clock, so a rollout can be repeated to the bit.
