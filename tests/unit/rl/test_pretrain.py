@@ -146,3 +146,15 @@ def test_a_set_without_training_problems_is_an_error(folders, tmp_path):
     (empty / "dataset.json").write_text(json.dumps({**told, "rows": {**told["rows"], "train": 0}}))
     with pytest.raises(PretrainError, match="has no train problems"):
         train({**folders, "math": empty}, tmp_path / "m")
+
+
+def test_a_step_of_muon_on_a_cpu_has_the_orthogonalized_gradient_of_float64():
+    weight = torch.nn.Parameter(torch.zeros(16, 40))
+    weight.grad = torch.randn(16, 40)
+    made = weight.grad.double() / weight.grad.double().norm()
+    for _ in range(5):
+        gram = made @ made.T
+        made = 3.4445 * made + (-4.775 * gram + 2.0315 * gram @ gram) @ made
+    with miniature._Float32OnCPU():
+        torch.optim.Muon([weight], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()
+    torch.testing.assert_close(-weight.detach().double(), made, rtol=1e-4, atol=1e-5)
