@@ -593,8 +593,7 @@ def dry_run(device: torch.device) -> Iterator[None]:
 
     compiled: dict[Hashable, Future[Any]] = {}
     # A new thread's GPU is the first one. Compilers work without Python's lock.
-    gpu = torch.cuda.current_device() if device.index is None else device.index
-    with ThreadPoolExecutor(os.cpu_count(), initializer=torch.cuda.set_device, initargs=(gpu,)) as threads:
+    with ThreadPoolExecutor(os.cpu_count(), initializer=torch.cuda.set_device, initargs=(device,)) as threads:
         token = _present.set((threads, compiled))
         try:
             with AsyncCompileMode(threads) as mode:

@@ -9,7 +9,7 @@ from qerl.kernels.state import FP8, IDLE, PAGE, DecodeState, Heads, KVCache
 
 #: Whether kernels run in Triton's interpreter. It has no arithmetic of bfloat16.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda:0")
 DTYPES = [torch.float32] if INTERPRETED else [torch.bfloat16, torch.float32]
 #: Half the distance of neighbours near 1.
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}

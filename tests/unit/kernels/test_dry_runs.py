@@ -15,7 +15,7 @@ DEVICE = torch.device("cuda", 1)
 def gpus(monkeypatch):
     """The GPU that each thread has chosen, by its number."""
     chosen = {}
-    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: chosen.update({threading.get_ident(): gpu}))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.update({threading.get_ident(): device.index}))
     return chosen
 
 
