@@ -14,7 +14,7 @@ SNAKEMAKE := snakemake --cores $(CORES) --configfile $(CONFIG) $(ARGS)
 PIP := $(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONNOUSERSITE := 1
-# Images often set it, and then each process compiles its imports anew: 42 instead of 17 s for those of a training.
+# Images often set it, and then each process compiles its imports anew: 42 instead of 17 s of CPU for a training's.
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: reproduce test paper-small dose-small gate lint format site dist locks clean

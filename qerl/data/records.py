@@ -41,8 +41,6 @@ Located = tuple[str, Record]
 
 #: A number with an exponent, which no grader reads.
 _EXPONENT = re.compile(r"-?[0-9.]+[eE][-+]?[0-9]+")
-#: Half of a pair, which is no character.
-_SURROGATE = re.compile("[\ud800-\udfff]")
 #: The beginning of a chat that was written as text: by JSON, or by Python, as tables write lists into CSV files.
 _CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*(["'])(?:role|content)\1\s*:""")
 _HASHES_RULE = (
@@ -268,8 +266,7 @@ def _text(record: Mapping[str, Any], key: str, where: str) -> str:
     text = str(value)
     if not isinstance(value, str) and _EXPONENT.fullmatch(text):
         text = f"{Decimal(text):f}"  # 0.00001 and not 1e-05
-    if _SURROGATE.search(text):
-        raise DataError(f"{where} has half of a surrogate pair in `{key}`, which is no character; correct the text")
+    check_unicode(text, f"{where} `{key}`")
     return text
 
 

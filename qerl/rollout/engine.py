@@ -43,7 +43,7 @@ Item = TypeVar("Item")
 
 #: The most decode steps between two looks for finished sequences; a look's result arrives while the next steps run.
 MOST_STEPS = 8
-#: Bytes of weights that steps read between two looks. They take an H200 some 3 ms, and a look takes the host 0.5 ms
+#: The least bytes of weights that steps read between two looks: an H200 takes some 3 ms, and the host 0.5 ms for a look
 #: (docs/lab/rollouts.md).
 _LOOK_BYTES = 10e9
 

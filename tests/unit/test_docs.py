@@ -186,6 +186,13 @@ def test_the_rollout_of_the_readme_is_that_of_the_workflow():
     assert readme_row("64 × 8 of 8B") == [*speeds, [f"{times:.2f}" for times in ours["speedup"]]]
 
 
+def test_the_heavy_tail_of_the_readme_is_that_of_its_samples():
+    tailed = load(sorted(PEERS.parent.glob("shapes/mix-*tail*.json")), "rollout_mix").set_index(["engine", "weights"])
+    ours, theirs = (median(tailed.loc[key, "samples"]) for key in (("native", "nvfp4"), ("vllm", "nvfp4")))
+    assert readme_row("32 × 16 of 7B") == [[f"{ours:,.0f}"], [f"{theirs:,.0f}"], [f"{ours / theirs:.2f}"]]
+    assert f"have {ours / theirs:.2f} times vLLM 0.33's speed" in (ROOT / "README.md").read_text()
+
+
 def test_the_step_of_the_readme_is_that_of_the_workflow():
     def seconds(size, lengths):
         """Our step and TRL's with its correction, median seconds."""
