@@ -61,15 +61,15 @@ def clamped_glu(both: Tensor, alpha: float, limit: float) -> Tensor:
 
 
 def attend(
-    qkv: Tensor, cache: KVCache, state: DecodeState, rows: Tensor, rope: Rope, heads: Heads, pages: int | None
+    qkv: Tensor, cache: KVCache, state: DecodeState, rows: Tensor, rope: Rope, heads: Heads, splits: int
 ) -> Tensor:
     """Append each token's key and value to the cache, and attend to all tokens so far.
 
     Returns [B, Hq * D], 0 for idle rows. `qkv` [B, `heads.width`] is of the slots `rows` [B], and `cache` that of the
     block. `rope` has cosines and sines [positions, R / 2] for the first R of a head's D elements;
-    the others don't rotate. `pages` bounds the kernel's grid, and has no effect here.
+    the others don't rotate. `splits` bounds the kernel's grid, and has no effect here.
     """
-    del pages
+    del splits
     position = state.position[rows].long()
     live = position != IDLE
     out = qkv.new_zeros(len(rows), heads.query * heads.dim)

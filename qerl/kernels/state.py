@@ -104,14 +104,9 @@ def pages_per_split(pages: int) -> int:
 
 
 def splits_of(pages: int) -> int:
-    """The most splits of a sequence of up to `pages` pages."""
-    return max(-(-count // pages_per_split(count)) for count in range(1, pages + 1))
-
-
-def rounded_pages(pages: int) -> int:
-    """`pages` rounded up to 2^n or 3 * 2^n, so that rollouts with other longest sequences need few other graphs."""
-    power = 1 << (pages - 1).bit_length()
-    return power * 3 // 4 if 4 * pages <= 3 * power else power
+    """The most splits of a sequence of up to `pages` pages, rounded up to a power of two to need few graphs."""
+    most = max(-(-count // pages_per_split(count)) for count in range(1, pages + 1))
+    return 1 << (most - 1).bit_length()
 
 
 # The activations of a gate that products apply themselves: out = activation(gate) * up.

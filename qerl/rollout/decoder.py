@@ -320,8 +320,8 @@ def attend_together(
     # All tokens are stored before one of them is read, since those that see themselves alone read no other. The second
     # launch stores the same again. Its programs have whole sequences: those of splits read a page before the kernel
     # before them has ended.
-    attend(qkv, cache, state, rows, rope, replace(heads, window=1), None)
-    return attend(qkv, cache, state, rows, rope, heads, None)
+    attend(qkv, cache, state, rows, rope, replace(heads, window=1), 1)
+    return attend(qkv, cache, state, rows, rope, heads, 1)
 
 
 class DeltaNet:
@@ -518,11 +518,11 @@ class Decoder:
             tables[kind] = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
         return tables
 
-    def step(self, rows: Tensor, pool: Pool, pages: int, truncated: bool, replayed: bool) -> None:
+    def step(self, rows: Tensor, pool: Pool, splits: int, truncated: bool, replayed: bool) -> None:
         """Feed the last token of the slots `rows` [B] int32 and draw the next one; idle slots don't change."""
         ops, state = self.operations, pool.state
         mixing = Mixing(
-            lambda qkv, block, heads, rope: ops.attend(qkv, block, state, rows, rope, heads, pages),
+            lambda qkv, block, heads, rope: ops.attend(qkv, block, state, rows, rope, heads, splits),
             lambda mixed, z, b, a, heads, net: ops.delta_step(mixed, z, b, a, heads, net, state, rows),
         )
         runs = state.run[rows] if self._row_runs else None
@@ -729,7 +729,7 @@ class Pool:
         self._rows = torch.full((bucket_of(slots),), slots, dtype=torch.int32, device=device)
         # Graphs never run at the same time, so they share one memory pool.
         memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        #: By (bucket, pages, truncated, replayed), and by buckets of tokens.
+        #: By (bucket, splits, truncated, replayed), and by buckets of tokens.
         self.steps: GraphBySize[Callable[[], None]] = GraphBySize(memory)
         self.prompts: GraphBySize[_PromptGraph] = GraphBySize(memory)
         self.chunks: GraphBySize[tuple[Tensor, Callable[[], None]]] = GraphBySize(memory)
@@ -747,12 +747,12 @@ class Pool:
         return self.cache.nbytes + (self.states.nbytes if self.states else 0)
 
     @torch.no_grad()
-    def compile(self, pages: int, truncated: bool, replayed: bool) -> None:
+    def compile(self, splits: int, truncated: bool, replayed: bool) -> None:
         """Compile what prompts and decode steps launch, all at the same time, unless that was done.
 
         A kernel that this misses is compiled by its first launch.
         """
-        key = pages, truncated, replayed
+        key = splits, truncated, replayed
         if self.steps.memory is None or key in self._compiled:
             return
         self._compiled.add(key)
@@ -760,7 +760,7 @@ class Pool:
         with dry_run(device):
             self._rows.fill_(self.state.count)
             for rows in (1, *limits(len(self._rows))):  # tensors of one row can be aligned otherwise
-                self.decoder.step(self._rows[:rows], self, pages, truncated, replayed)
+                self.decoder.step(self._rows[:rows], self, splits, truncated, replayed)
             if self._captures_prompts:
                 tokens = PROMPT_BUCKETS[-1]
                 packed = pack([[0]], [[0]], PAGE, tokens, MOST_PROMPTS)
@@ -770,7 +770,7 @@ class Pool:
                 self.decoder.last_hidden(row, self.cache, self.states)
 
     @torch.no_grad()
-    def decode(self, chosen: Sequence[int], count: int, pages: int, truncated: bool, replayed: bool) -> None:
+    def decode(self, chosen: Sequence[int], count: int, splits: int, truncated: bool, replayed: bool) -> None:
         """Launch `count` decode steps of the slots `chosen`, without waiting for the device."""
         if not count:
             return
@@ -778,14 +778,14 @@ class Pool:
         bucket = bucket_of(idle if self._all_slots else len(chosen))
         rows = self._rows[:bucket]
 
-        step: Callable[[], None] = partial(self.decoder.step, rows, self, pages, truncated, replayed)
+        step: Callable[[], None] = partial(self.decoder.step, rows, self, splits, truncated, replayed)
 
         def recorded() -> Callable[[], None]:
             rows.fill_(idle)  # capturing runs the step, so it must touch only the idle slot
             return captured(step, self.steps.memory)
 
         if self.steps.memory is not None:
-            step = self.steps.at((bucket, pages, truncated, replayed), recorded)
+            step = self.steps.at((bucket, splits, truncated, replayed), recorded)
         # What the bucket has room for beyond the chosen slots is the idle one, which no step changes.
         rows.copy_(upload([*chosen, *[idle] * (bucket - len(chosen))], torch.int32, rows.device))
         for _ in range(count):

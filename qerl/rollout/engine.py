@@ -21,7 +21,7 @@ from torch import Tensor
 
 from qerl.host.gpus import allocatable_bytes
 from qerl.kernels import operations_name
-from qerl.kernels.state import FP8, IDLE, PAGE, page_bytes, rounded_pages
+from qerl.kernels.state import FP8, IDLE, PAGE, page_bytes, splits_of
 from qerl.models.linear import PackedLinear
 from qerl.models.policy import Policy, weight_bytes
 from qerl.rollout.decoder import Decoder, Download, Pool, bucket_of, lay_out, pages_of, upload
@@ -188,7 +188,7 @@ class Scheduler:
         self._replayed = any(params.replay or params.turns for params in every)
         if len(every) > 1 and any(params.part or params.ignore_eos != every[0].ignore_eos for params in every):
             raise ValueError("requests of several runs have no part of their prompts, and the same stop tokens")
-        self._pages = rounded_pages(pages_of(max(request.longest for request in requests)))
+        self._splits = splits_of(pages_of(max(request.longest for request in requests)))
         self._active: dict[int, DecodedSequence] = {}
         self._free = list(range(pool.state.count - 1, -1, -1))
         self._table = np.zeros(tuple(pool.state.pages.shape), dtype=np.int32)
@@ -230,7 +230,7 @@ class Scheduler:
     @torch.no_grad()
     def run(self, stops: frozenset[int]) -> list[list[list[Completion]]]:
         """Draw all completions, or only the part's; returns each request's, in the order of its prompts."""
-        self._pool.compile(self._pages, self._truncated, self._replayed)
+        self._pool.compile(self._splits, self._truncated, self._replayed)
         while self._active or self._waiting or self._waits():
             self._admit()
             self._decode()
@@ -361,7 +361,7 @@ class Scheduler:
         # Rows of a run lie together, since a tile of 8 rows takes the time of all its runs' adapters. What pads the
         # batch counts as run 0, so that is last.
         chosen = sorted(self._active, key=lambda slot: -self._active[slot].index[0])
-        self._pool.decode(chosen, count, self._pages, self._truncated, self._replayed)
+        self._pool.decode(chosen, count, self._splits, self._truncated, self._replayed)
         self.clock.end("decode", len(self._active), count)
         for sequence in self._active.values():
             sequence.drawn += count

@@ -11,7 +11,7 @@ import torch
 
 from qerl.kernels import reference
 from qerl.kernels.packed_sequences import Packing
-from qerl.kernels.state import IDLE, LEAST_FP8_CAPABILITY, PAGE, DecodeState, PromptRow, pack
+from qerl.kernels.state import IDLE, LEAST_FP8_CAPABILITY, PAGE, DecodeState, PromptRow, pack, splits_of
 from qerl.kernels.triton import attention, prompt_attention
 from qerl.rollout.decoder import attend_together
 from tests.conftest import in_nightly
@@ -80,32 +80,31 @@ def skip_unless_there_is(fp8):
         pytest.skip("needs a CUDA device that converts FP8")
 
 
-@pytest.mark.parametrize(("least_programs", "split"), [(0, 99), (1000, 16), (0, 4)], ids=["whole", "split", "large"])
+@pytest.mark.parametrize("least_programs", [0, 1000], ids=["whole", "split"])
 @dtypes
 @shapes
-def test_steps(shape, fp8, dtype, least_programs, split, monkeypatch):
+def test_steps(shape, fp8, dtype, least_programs, monkeypatch):
     """A row alone has the same bits, and idle rows have zeros."""
     skip_unless_there_is(fp8)
     monkeypatch.setattr(attention, "_LEAST_PROGRAMS", least_programs)
-    monkeypatch.setattr(attention, "_LARGE_SPLIT", split)
     heads, rope = heads_of(dtype, *shape)
     state, before = paged(LENGTHS, heads, dtype, fp8)
     state.position[2] = IDLE
     count = len(LENGTHS)
     rows = torch.tensor([count, *torch.randperm(count).tolist(), count], dtype=torch.int32, device=DEVICE)
-    qkv, pages = torch.randn(len(rows), heads.width, device=DEVICE).to(dtype), state.pages.shape[1]
+    qkv, splits = torch.randn(len(rows), heads.width, device=DEVICE).to(dtype), splits_of(state.pages.shape[1])
     after = copied(before)
-    out = attention.attend(qkv, after, state, rows, rope, heads, pages)
+    out = attention.attend(qkv, after, state, rows, rope, heads, splits)
     order, close = kernels_order(heads, rope), close_in(dtype)
     assert_steps(out, qkv, before, after, state, rows, rope, heads, order, close)
     if INTERPRETED:
         order, zeros = torch.arange(heads.dim), replace(before, data=before.data.nan_to_num(0)) if not fp8 else before
         after = copied(zeros)
-        out = reference.attend(qkv, after, state, rows, rope, heads, pages)
+        out = reference.attend(qkv, after, state, rows, rope, heads, splits)
         assert_steps(out, qkv, zeros, after, state, rows, rope, heads, order, close)
         return
     for row in range(len(rows)):
-        alone = attention.attend(qkv[[row]], copied(before), state, rows[[row]], rope, heads, pages)
+        alone = attention.attend(qkv[[row]], copied(before), state, rows[[row]], rope, heads, splits)
         assert torch.equal(alone[0], out[row])
 
 
@@ -125,7 +124,7 @@ def test_tokens_of_a_sequence_together_are_those_of_steps(shape, fp8, dtype):
     alone, steps = copied(before), []
     for row, (slot, place) in enumerate(places):
         state.position[slot] = place
-        steps.append(attention.attend(qkv[[row]], alone, state, slots[[row]].int(), rope, heads, None))
+        steps.append(attention.attend(qkv[[row]], alone, state, slots[[row]].int(), rope, heads, 1))
     together, rows = copied(before), torch.arange(len(slots), dtype=torch.int32, device=DEVICE)
     each = replace(state, position=positions.int(), pages=state.pages[slots])
     out = attend_together(attention.attend, each, rows, qkv, together, heads, rope)

@@ -236,7 +236,6 @@ class Shape:
     page: int
     table: int  # pages of a slot, padded; 0 for one row, since each number is another kernel
     splits: int
-    split: int  # pages of each, or 0 for a number by the sequence's length
     stages: int
     normed: bool
     norm_offset: float
@@ -289,20 +288,18 @@ def gate_of(query, inside, shape: tl.constexpr):
     return tl.sigmoid(tl.load(query + shape.dim, inside, other=0.0).to(tl.float32))
 
 
-# A decode step's attention with few or long sequences: a program attends to some pages of one row, which are a split.
+# A decode step's attention with few sequences: a program attends to some pages of one row, which are a split.
 #
 # A second launch combines the splits in order. Only qkv comes from the previous kernel. State, tables and older tokens
 # exist before the step, so a split loads its first page while qkv is computed.
 
 
 @triton.jit
-def _split_tokens(position, shape: tl.constexpr):
+def _split_tokens(position, PAGE: tl.constexpr):
     """Tokens of a split for a sequence whose last token is at `position`, as `state.pages_per_split`."""
-    if shape.split:
-        return shape.split * shape.page
-    pages = position // shape.page + 1
+    pages = position // PAGE + 1
     size = tl.where(pages <= 8, 1, tl.where(pages <= 32, 2, tl.where(pages <= 128, 4, tl.where(pages <= 512, 8, 16))))
-    return size * shape.page
+    return size * PAGE
 
 
 @kernel
@@ -316,7 +313,7 @@ def attend_split(
     position = tl.load(sequences.position + slot)
     low = first_seen(position, shape)
     base = low // shape.page * shape.page
-    tokens = _split_tokens(position - base, shape)
+    tokens = _split_tokens(position - base, shape.page)
     start = base + split * tokens
     end = tl.minimum(start + tokens, position)
     member, half = tl.arange(0, shape.members), tl.arange(0, shape.half_block)
@@ -388,7 +385,7 @@ def combine(qkv, rows, positions, sinks, sums, out, shape: tl.constexpr, PDL: tl
     # Eight splits are read together; this alone decides the order of additions.
     member = tl.arange(0, 8)
     behind = position - first_seen(position, shape) // shape.page * shape.page
-    used = tl.where(position < 0, 0, behind // _split_tokens(behind, shape) + 1)
+    used = tl.where(position < 0, 0, behind // _split_tokens(behind, shape.page) + 1)
     first = (row * shape.query + head) * shape.splits
     for start in range(0, used, 8):
         exists = start + member < used
@@ -410,7 +407,7 @@ def combine(qkv, rows, positions, sinks, sums, out, shape: tl.constexpr, PDL: tl
     tl.store(out + (row * shape.query + head) * shape.dim + column, result.to(out.dtype.element_ty), inside)
 
 
-# A decode step's attention with many short sequences: a program attends to all pages of its rows.
+# A decode step's attention with enough sequences to keep the GPU busy: a program attends to all pages of its rows.
 #
 # Rows of one program are neighbours. Completions of a prompt share its full pages. A program reads such a page once for
 # all its rows: a product has room for 16 query heads, and each row has fewer of them for a KV head. Pages that the rows
@@ -540,11 +537,11 @@ def attend_whole(
 # A head is read in two halves whose elements rotate in pairs. Where only some elements rotate, the others make up the
 # rest of both halves, and the cache has keys in this order.
 #
-# A program computes the query heads of one KV head, over one or two whole sequences (`attend_whole`), or over some
-# pages of one where there are few or long ones (`attend_split`). A head's sink is added to the sum of its weights in
-# the end, and its results are multiplied by the sigmoid of its gate, if it has one. The program with the new token
-# rotates its key and appends it to the cache. A sequence's result depends on that sequence and on the batch size, not
-# on other sequences, unless these have infinite or undefined values in the cache.
+# A program computes the query heads of one KV head, over one or two whole sequences (`whole_attention`), or over some
+# pages of one where there are few (`split_attention`). A head's sink is added to the sum of its weights in the end, and
+# its results are multiplied by the sigmoid of its gate, if it has one. The program with the new token rotates its key
+# and appends it to the cache. A sequence's result depends on that sequence and on the batch size, not on other
+# sequences, unless these have infinite or undefined values in the cache.
 
 #: Programs per multiprocessor at which each attends to a whole sequence; half of the multiprocessors may then be idle.
 _LEAST_PROGRAMS = 0.5
@@ -558,12 +555,9 @@ _PAGES = (3, 2)
 _WORTH_OF_A_PROGRAM = 0.25
 #: Bytes of shared memory for all else; GPUs such as the RTX 4090 have 99 KiB in all.
 _OTHER_BYTES = 8 * 1024
-#: Where sequences are few, a split has one page in shared memory: most splits have one page, and the next product needs
-#: the rest of the memory for the weights that it copies.
+#: A split has one page in shared memory: most splits have one page, and the next product needs the rest of the memory
+#: for the weights that it copies.
 _SPLIT_PAGES = 1
-#: Pages of a split where sequences are many, and how many of them are in shared memory. Without splits the longest
-#: sequence decides how long a step takes.
-_LARGE_SPLIT, _LARGE_SPLIT_PAGES = 16, 2
 
 
 def _rows_together(heads: Heads, batch: int, multiprocessors: int) -> int:
@@ -587,26 +581,25 @@ def _pages_ahead(programs: float, page: int, other: int, shared: int) -> int:
     return max(_PAGES, key=worth)
 
 
-def _shape(heads: Heads, cache: KVCache, rope: Rope, batch: int, table: int, pages: int | None) -> Shape:
-    """The kernel's sizes, for slots of `table` pages; `pages` as in `attend`."""
+def _shape(heads: Heads, cache: KVCache, rope: Rope, batch: int, table: int, splits: int) -> Shape:
+    """The kernel's sizes. `splits` becomes 1 if there are enough sequences, and slots have `table` pages."""
+    if heads.window is not None:
+        splits = min(splits, splits_of((heads.window - 2) // PAGE + 2))  # of the most pages in which a window lies
     gpu: Any = torch.cuda.get_device_properties(cache.data.device)
-    many = batch * heads.kv >= _LEAST_PROGRAMS * gpu.multi_processor_count
-    rows, splits = _rows_together(heads, batch, gpu.multi_processor_count) if many else 1, 1
-    if pages is not None and rows == 1:
-        if heads.window is not None:
-            pages = min(pages, (heads.window - 2) // PAGE + 2)  # the most in which a window lies
-        splits = -(-pages // _LARGE_SPLIT) if many else splits_of(pages)
+    if batch * heads.kv >= _LEAST_PROGRAMS * gpu.multi_processor_count:
+        splits = 1
     dim_block, group = triton.next_power_of_2(heads.dim), heads.query // heads.kv
+    rows = _rows_together(heads, batch, gpu.multi_processor_count) if splits == 1 else 1
     page, other = 2 * PAGE * dim_block * cache.data.element_size(), _OTHER_BYTES
     if cache.scales is not None:  # a page from FP8 is there in the dtype of queries, too
         other += page * rope[0].element_size()
-    ahead = _LARGE_SPLIT_PAGES if many else _SPLIT_PAGES
+    pages = _SPLIT_PAGES
     if splits == 1:
         programs = batch * heads.kv / rows / gpu.multi_processor_count
-        ahead = _pages_ahead(programs, page, other, gpu.shared_memory_per_multiprocessor)
+        pages = _pages_ahead(programs, page, other, gpu.shared_memory_per_multiprocessor)
     fitting = max(0, gpu.shared_memory_per_block_optin - other) // page
     # Triton's pipeline has two stages for a page: its number and the page itself.
-    stages = 2 * min(fitting, ahead) + 1
+    stages = 2 * min(fitting, pages) + 1
     return Shape(
         query=heads.query,
         kv=heads.kv,
@@ -622,7 +615,6 @@ def _shape(heads: Heads, cache: KVCache, rope: Rope, batch: int, table: int, pag
         page=PAGE,
         table=triton.next_power_of_2(table) if rows > 1 else 0,
         splits=splits,
-        split=_LARGE_SPLIT if many and splits > 1 else 0,
         stages=stages,
         normed=heads.q_norm is not None,
         norm_offset=heads.norm_offset,
@@ -634,11 +626,11 @@ def _shape(heads: Heads, cache: KVCache, rope: Rope, batch: int, table: int, pag
 
 
 def attend(
-    qkv: Tensor, cache: KVCache, state: DecodeState, rows: Tensor, rope: Rope, heads: Heads, pages: int | None
+    qkv: Tensor, cache: KVCache, state: DecodeState, rows: Tensor, rope: Rope, heads: Heads, splits: int
 ) -> Tensor:
-    """See `reference.attend`; no sequence has more than `pages` pages. None: a program has a whole sequence."""
+    """See `reference.attend`; `splits` is `state.splits_of` the most pages of a sequence."""
     batch, device = len(rows), qkv.device
-    shape = _shape(heads, cache, rope, batch, state.pages.shape[1], pages)
+    shape = _shape(heads, cache, rope, batch, state.pages.shape[1], splits)
     out = qkv.new_empty(batch, heads.query * heads.dim)
     sequences = Sequences(rows, state.position, state.pages, state.pages.stride(0))
     # Placeholders, which aren't read without norms and sinks.
