@@ -550,7 +550,7 @@ _LEAST_SHARED_PROGRAMS = 6.5
 #: Query heads of a KV head to which a program attends: the least size of a matrix product.
 _MEMBERS = 16
 #: Numbers of pages in shared memory: one being attended to, others being copied.
-_PAGES = (3, 2)
+_PAGES = (4, 3, 2)
 #: The gain in speed where one more program runs on a multiprocessor at once.
 _WORTH_OF_A_PROGRAM = 0.25
 #: Bytes of shared memory for all else; GPUs such as the RTX 4090 have 99 KiB in all.
