@@ -181,7 +181,11 @@ def _reads(dim_block: int, device: torch.device) -> tuple[int, int]:
 
 
 def _attend_to_prompts(qkv: Tensor, blocks: Tensor, heads: Heads) -> Tensor:
-    """Attention [n, Hq * D] of rotated q and k, and v."""
+    """Attention [n, Hq * D] of rotated q and k, and v, all of 16 bits. Raises `ValueError` where `_attend`'s offsets in
+    a prompt would pass 32 bits.
+    """
+    if len(qkv) > (most := (2**31 - 1) // heads.width):
+        raise ValueError(f"a prompt of {len(qkv):,} tokens is too long for this model on a GPU; the most are {most:,}")
     out = qkv.new_empty(len(qkv), heads.query * heads.dim)
     dim_block = max(16, triton.next_power_of_2(heads.dim))
     keys, stages = _reads(dim_block, qkv.device)
