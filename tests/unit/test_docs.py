@@ -158,6 +158,14 @@ def test_ratios_of_packed_delta_nets_in_the_readme_are_those_of_the_workflow():
     assert readme_row("Qwen3.5-27B, with packed delta nets")[1] == ratios
 
 
+def test_the_mixture_of_the_readme_has_its_most_and_its_least_ratio():
+    key, text = ("nvfp4", "faster of BF16, NVFP4"), (ROOT / "README.md").read_text()
+    every = family_ratios("qwen3-30b-a3b", key, ("1", "8", "32", "128"), FAMILIES[:1])
+    [h100] = family_ratios("qwen3-30b-a3b", key, ("32",), FAMILIES[1:])
+    assert f"decodes {max(every)} to {min(every)} times as fast as vLLM 0.24" in text
+    assert f"on an H100 at 32 sequences {h100} times" in text
+
+
 @pytest.mark.parametrize("counts", [(1, 8, 32), (64, 128, 256)])
 def test_speeds_of_the_portable_kernels_are_those_of_the_workflow(counts):
     points = load(sorted(CARDS.glob("decode-*.json")), "decode")
