@@ -219,5 +219,5 @@ def test_prompts(shape, fp8, dtype):
 def test_a_prompt_whose_offsets_pass_32_bits_is_refused():
     heads, _ = heads_of(torch.bfloat16, 24, 4, 256, 64, gated=True)  # Qwen3.5-27B's
     qkv = torch.zeros(1, heads.width, dtype=torch.bfloat16, device=DEVICE).expand(2**31 // heads.width + 1, -1)
-    with pytest.raises(ValueError, match=r"149,797 tokens is too long .* are 149,796"):
+    with pytest.raises(ValueError, match=r"149,797 tokens, .* takes 149,796 of this model; lower `max_prompt_tokens`"):
         prompt_attention._attend_to_prompts(qkv, None, heads)

@@ -203,6 +203,20 @@ def test_the_heavy_tail_of_the_readme_is_that_of_its_samples():
     assert f"and 8B's have {ours / theirs:.2f} times vLLM 0.33's speed" in (ROOT / "README.md").read_text()
 
 
+@pytest.mark.parametrize(
+    ("work", "samples"),
+    [("32 × 16 of 7B", "shapes/mix-*tail*.json"), ("64 × 8 of 8B", "peers/mix-*-8B-*.json")],
+    ids=["heavy tail", "8B"],
+)
+def test_a_rollout_and_its_peers_are_of_the_host_and_the_version_that_the_row_states(work, samples):
+    stamps = [json.loads(file.read_text())["provenance"] for file in PEERS.parent.glob(samples)]
+    [line] = [line for line in SPEED if line.startswith(f"| {work} ")]
+    _, _, _, peer, _, host, _ = (cell.strip() for cell in line.split("|"))
+    assert {stamp["machine"]["host"] for stamp in stamps} == {host}
+    assert {stamp["versions"]["vllm"] for stamp in stamps if "vllm" in stamp["versions"]} == {"0.33.0"}
+    assert peer.startswith("vLLM 0.33, ")
+
+
 def test_the_step_of_the_readme_is_that_of_the_workflow():
     def seconds(size, lengths):
         """Our step and TRL's with its correction, median seconds."""

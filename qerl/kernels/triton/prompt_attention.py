@@ -185,7 +185,10 @@ def _attend_to_prompts(qkv: Tensor, blocks: Tensor, heads: Heads) -> Tensor:
     a prompt would pass 32 bits.
     """
     if len(qkv) > (most := (2**31 - 1) // heads.width):
-        raise ValueError(f"a prompt of {len(qkv):,} tokens is too long for this model on a GPU; the most are {most:,}")
+        raise ValueError(
+            f"a prompt has {len(qkv):,} tokens, with what was drawn after it, and a GPU's attention takes {most:,} of "
+            f"this model; lower `max_prompt_tokens` or `max_tokens`"
+        )
     out = qkv.new_empty(len(qkv), heads.query * heads.dim)
     dim_block = max(16, triton.next_power_of_2(heads.dim))
     keys, stages = _reads(dim_block, qkv.device)
