@@ -32,9 +32,8 @@ from qerl.host.process import Announcement, Interrupted, announced
 from qerl.host.provenance import share
 from qerl.jobs import PretrainJob
 from qerl.kernels.packed_sequences import Packing
-from qerl.models.blocks import fuse_attentions, make_noisy, use_attend
-from qerl.models.policy import Policy, choose_device
-from qerl.models.structure import structure_of
+from qerl.models.blocks import use_attend
+from qerl.models.policy import Policy, choose_device, use_own_modules
 from qerl.results.paths import PRETRAIN
 from qerl.results.schema import PretrainCheck, PretrainReport, Provenance, write
 from qerl.rl.checkpoint import Checkpoints
@@ -102,9 +101,7 @@ def _pretrain(job: PretrainJob) -> None:
     assert tokenizer is not None
     torch.manual_seed(settings.seed)
     model = build_model(settings, tokenizer).to(choose_device())  # type: ignore[arg-type]
-    if settings.batch_tokens:  # kernels of packed rows on a GPU
-        fuse_attentions(model)
-        make_noisy(model, structure_of(model.config))
+    use_own_modules(model)
     progress = _Progress(settings, model, processes, _checkpoints(job, tokenizer))
     if settings.batch_tokens is None:
         examples = [example for task in tasks.values() for example in _examples(tokenizer, task)]

@@ -1,17 +1,21 @@
 """The packed update on a GPU in bfloat16 against float32 sequences, one by one, through Hugging Face's forward pass."""
 
+from copy import deepcopy
+
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from qerl.host.gpus import allocatable_bytes
 from qerl.kernels.packed_sequences import Packing, attend_packed
 from qerl.models import blocks
 from qerl.models.blocks import attend, rotate
-from qerl.models.policy import trained_in_full
+from qerl.models.policy import trained_in_full, use_own_modules
 from qerl.models.random import random_policy
 from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch, split
 from qerl.rl.passes import USABLE, Recomputation, kept_bytes
+from qerl.rl.pretrain import _Example, _row, _row_loss
 from qerl.rollout.engine import EngineSampler
 from qerl.settings.models import Base
 from qerl.settings.run import NativeSettings
@@ -130,6 +134,28 @@ def test_gradients_of_attention_over_many_blocks_of_keys_repeat_to_the_bit_and_f
         assert all(map(torch.equal, gradients(torch.bfloat16), first))
     for found, wanted in zip(first, exact, strict=True):
         assert (found.double() - wanted).norm() < 0.01 * wanted.norm()
+
+
+def test_a_row_of_pre_training_has_the_gradients_of_float32():
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 512, **heads}
+    plain = Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=True)).to(DEVICE)
+    own = deepcopy(plain)
+    use_own_modules(own)
+    examples = [_Example(torch.randint(512, (n,)).tolist(), n // 3) for n in (5, 300, 64, 129)]
+    ours = _row_loss(own, _row(examples), torch.bfloat16)
+    ours.backward()
+    theirs, count = torch.zeros((), device=DEVICE), 0
+    for one in examples:
+        logits = plain(torch.tensor([one.ids], device=DEVICE)).logits[0, one.prompt - 1 : -1]
+        theirs = theirs + cross_entropy(logits, torch.tensor(one.ids[one.prompt :], device=DEVICE), reduction="sum")
+        count += len(logits)
+    (theirs / count).backward()
+    assert ours.item() == pytest.approx(theirs.item() / count, rel=1e-3)
+    for (name, mine), parameter in zip(own.named_parameters(), plain.parameters(), strict=True):
+        error = (mine.grad - parameter.grad).norm() / parameter.grad.norm().clamp(min=1e-3)
+        assert error < 0.03, (name, error)
 
 
 def test_full_fine_tuning_in_bfloat16_has_the_gradients_of_float32(tmp_path):
