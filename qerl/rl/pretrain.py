@@ -101,7 +101,8 @@ def _pretrain(job: PretrainJob) -> None:
     assert tokenizer is not None
     torch.manual_seed(settings.seed)
     model = build_model(settings, tokenizer).to(choose_device())  # type: ignore[arg-type]
-    use_own_modules(model)
+    if settings.batch_tokens:  # their backward passes round otherwise, and a small base keeps its bits
+        use_own_modules(model)
     progress = _Progress(settings, model, processes, _checkpoints(job, tokenizer))
     if settings.batch_tokens is None:
         examples = [example for task in tasks.values() for example in _examples(tokenizer, task)]
