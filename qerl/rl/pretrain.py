@@ -101,7 +101,9 @@ def _pretrain(job: PretrainJob) -> None:
     assert tokenizer is not None
     torch.manual_seed(settings.seed)
     model = build_model(settings, tokenizer).to(choose_device())  # type: ignore[arg-type]
-    if settings.batch_tokens:  # their backward passes round otherwise, and a small base keeps its bits
+    # Fused norms and attention make passes on an H200 1.7 times as fast. Their gradients round otherwise than those of
+    # transformers, so a small base, which needs no speed, keeps its bits.
+    if settings.batch_tokens:
         use_own_modules(model)
     progress = _Progress(settings, model, processes, _checkpoints(job, tokenizer))
     if settings.batch_tokens is None:

@@ -3,8 +3,9 @@
     python -m tests.gpu.time_axolotl OUT.json --size 7B --rank 16
 
 It needs axolotl 0.21 and torchao 0.18, whose weight-only NVFP4 unpacks a layer before its product. Axolotl's kernels of
-q, k, v and o and of the MLP are on, and activations are recomputed. The loss is a policy gradient of all completions,
-whose logits are made for two at a time. As in Axolotl's GRPO, a micro-batch has completions of one length.
+q, k, v and o and of the MLP are on, and activations are recomputed. All completions have one length, so that no token
+is padding. The loss is their mean negative log-probability, whose passes are those of a policy gradient without a
+reference policy or a correction; logits are made for two completions at a time.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from qerl.models.policy import choose_device
 from qerl.models.random import random_config
 
 PACKAGES = "axolotl", "torchao", "torch", "transformers", "peft", "triton"
+#: Completions whose logits are there at the same time.
 _LOGITS = 2
 
 
@@ -85,6 +87,7 @@ def main(
     for _ in range(1 + repeats):
         if accelerator:
             torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()  # the dense weights were there before
         begun = time.perf_counter()
         for batch in ids.split(micro_batch):
             with torch.autocast(device.type, torch.bfloat16):
