@@ -528,7 +528,7 @@ class PublishedJob(PageJob):
     def make(cls, plan: Plan, name: str) -> PublishedJob:
         committed = plan.config.study.committed if plan.config.study else None
         parts = sorted({file.parent for file in committed.glob("*/*.parquet")}) if committed else []
-        doses = [file for part in parts for file in sorted(part.glob(paths.dose_file("*")))]
+        doses = sorted(committed.glob(f"*/{paths.dose_file('*')}")) if committed else []
         return cls(data=parts, doses=doses, out=cls.path(plan))
 
 

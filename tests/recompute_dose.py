@@ -81,4 +81,5 @@ def estimates(folders: list[Path], draws: int = 4000) -> pd.DataFrame:
 
 
 if __name__ == "__main__":
-    print(estimates([Path(folder) for folder in sys.argv[1:]]).to_string())
+    # A base is measured before it has runs, in a folder without data.
+    print(estimates([file.parent for each in sys.argv[1:] for file in Path(each).glob("runs.parquet")]).to_string())

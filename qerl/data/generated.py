@@ -189,7 +189,7 @@ _QUESTIONS: dict[RecordFormat, Callable[[list[Step], random.Random], str]] = {
 def _countdown(settings: CountdownData, rng: random.Random) -> Draw:
     attempt = None
     while attempt is None:
-        numbers = [rng.randint(1, settings.largest) for _ in range(rng.choice(settings.numbers))]
+        numbers = [rng.randint(settings.smallest, settings.largest) for _ in range(rng.choice(settings.numbers))]
         attempt = _attempt(numbers, settings, rng)
     goal = Goal(attempt.value, tuple(numbers), settings.use)
 

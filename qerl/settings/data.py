@@ -41,6 +41,8 @@ class CountdownData(GeneratedSplits):
     source: Literal["countdown"]
     numbers: NonEmpty[Annotated[int, Field(ge=2, le=6)]] = [3, 4]
     """How many numbers a problem gives, drawn uniformly from these counts."""
+    smallest: PositiveInt = 1
+    """Smallest given number."""
     largest: Annotated[int, Field(ge=2, le=99)] = 20
     """Largest given number."""
     largest_target: PositiveInt = 99
@@ -52,6 +54,12 @@ class CountdownData(GeneratedSplits):
     style: Literal["direct", "search"] = "direct"
     """`direct`: a solution has the steps to its formula. `search`: steps that miss the target and ways back come first.
     It needs `use: all`."""
+
+    @model_validator(mode="after")
+    def _range_has_numbers(self) -> CountdownData:
+        if self.smallest > self.largest:
+            raise ValueError(f"smallest={self.smallest} is above largest={self.largest}")
+        return self
 
     @model_validator(mode="after")
     def _search_uses_all(self) -> CountdownData:

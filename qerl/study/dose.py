@@ -204,6 +204,22 @@ def dose_table(files: Sequence[Path], data: Sequence[Path], sizes: Mapping[str, 
     return frame.groupby(["part", "size", "arm"], sort=False).mean().reset_index()
 
 
+def base_table(files: Sequence[Path], sizes: Mapping[str, str]) -> pd.DataFrame:
+    """One row per size of base: how far rounding to NVFP4 moves it before training, as means over its doses.
+
+    `kl` is of a completion of `tokens` tokens and `token_kl` of one token, in nats. A base without runs has its model's
+    name instead of a size.
+    """
+    rows = []
+    for report in (read(DoseReport, file) for file in files):
+        if dose := report.arms.get("nvfp4"):
+            row = {"base": sizes.get(report.model, report.model), "tokens": dose.tokens / dose.completions}
+            row |= {"kl": dose.kl.mean, "token_kl": dose.kl.mean * dose.completions / dose.tokens}
+            rows.append({**row, "entropy": dose.entropy.mean, "entropy_change": dose.entropy_change.mean})
+    frame = pd.DataFrame(rows, columns=["base", "tokens", "kl", "token_kl", "entropy", "entropy_change"])
+    return frame.groupby("base").mean().sort_values("kl").reset_index()
+
+
 def doses_of(outcome: Outcome, doses: pd.DataFrame) -> pd.DataFrame:
     """The doses of an experiment's bases by arm, from the parts of the data that have its runs."""
     own = doses[doses["part"].isin(outcome.parts) & (doses["size"] == outcome.size)]
@@ -306,6 +322,7 @@ def write_page(job: PageJob) -> None:
     sizes = dict(zip(study.runs["model"], study.runs["size"], strict=True))
     decided = [outcome for outcome in primary if outcome.measure != FIRST]
     tables = {"decisions": decision_table(decided), "doses": dose_table(job.doses, data, sizes)}
+    tables["bases"] = base_table(job.doses, sizes)
     tables["comparisons"] = comparison_table(primary, tables["doses"])
     tables["secondary"] = secondary_table(compared, primary)
     runs = study.runs.drop(columns=["settings", "versions"])
@@ -470,6 +487,15 @@ def _page(study: Study, primary: Sequence[Outcome], tables: Mapping[str, pd.Data
     secondary = tables["secondary"]
     beside = {name: [f"`{text}`" for text in secondary[name]] for name in ("experiment", "arm")}
     beside |= {str(name): numbers(secondary, str(name), plain) for name in secondary.columns[2:]}
+    bases = tables["bases"]
+    moved = {
+        "base": [f"`{base}`" for base in bases["base"]],
+        "tokens of a completion": numbers(bases, "tokens", plain),
+        "KL of a completion (nats)": numbers(bases, "kl", plain),
+        "KL of a token (nats)": numbers(bases, "token_kl", plain),
+        "entropy of a token (nats)": numbers(bases, "entropy", plain),
+        "its change (nats)": numbers(bases, "entropy_change", signed),
+    }
     trained = study.runs[study.runs["role"] == MAIN]
     stamps = trained.assign(protocol=trained["protocol"].str[:16]).groupby(
         ["experiment", "protocol", "commit", "files", "machine", "host", "driver", "cuda"], sort=False
@@ -484,6 +510,7 @@ def _page(study: Study, primary: Sequence[Outcome], tables: Mapping[str, pd.Data
         _largest_effects(decided),
         f"![Difference to bf16 by measured dose]({STUDY_PARTS}/response.png)",
         _METHOD,
+        *(["## How far rounding moves the bases", "NVFP4 before training.", table(moved)] if len(bases) else []),
         "## All arms",
         *by_experiment,
         "## Secondary measures",

@@ -203,6 +203,15 @@ def test_searches_have_some_two_hundred_characters_and_the_problems_of_the_other
     assert not held_out & set(map(core, searches["train"]))
 
 
+@pytest.mark.parametrize("style", ["direct", "search"])
+def test_given_numbers_are_from_the_smallest_to_the_largest(style):
+    splits = generate("countdown", numbers=[5], smallest=30, largest=40, style=style, largest_target=199)
+    given = [number for records in splits.values() for record in records for number in record["numbers"]]
+    assert set(given) == set(range(30, 41))
+    with pytest.raises(ValueError, match="smallest=30 is above largest=20"):
+        CountdownData(source="countdown", smallest=30)
+
+
 def test_a_search_for_some_of_the_numbers_is_refused():
     with pytest.raises(ValueError, match="leave out use=some"):
         CountdownData(source="countdown", style="search", use="some")

@@ -142,6 +142,24 @@ def test_a_dose_counts_for_the_data_in_its_folder(tmp_path):
     assert elsewhere.to_dict() == {"early": 4.0, "late": 4.0}
 
 
+def test_the_page_has_how_far_rounding_moves_each_base(tmp_path):
+    """Two bases of a size that has runs, and a base that has none yet; a completion of the latter has 400 tokens."""
+    write_study(tmp_path / "data", study({"aqn-8": 0.2}))
+    doses = []
+    for model, tokens, kl in (("3m-0", 40, 0.02), ("3m-1", 120, 0.04), ("121m", 1600, 3.0)):
+        values = {"kl": _at(kl), "entropy": _at(0.1), "entropy_change": _at(5e-4)}
+        dose = Dose(problems=1, completions=4, tokens=tokens, **values)
+        doses.append(tmp_path / f"dose-{model}.json")
+        write(doses[-1], DoseReport(model=model, arms={"nvfp4": dose}, provenance=STAMP))
+    write_page(PageJob(data=[tmp_path / "data"], doses=doses, out=tmp_path / "out"))
+    bases = pd.read_csv(tmp_path / "out/dose/bases.csv").set_index("base")
+    assert bases["tokens"].to_dict() == {"3m": 20, "121m": 400}
+    assert bases["kl"].to_dict() == {"3m": 0.03, "121m": 3.0}
+    token_kl = {"3m": (0.02 / 10 + 0.04 / 30) / 2, "121m": 3.0 / 400}
+    assert bases["token_kl"].to_dict() == pytest.approx(token_kl, rel=1e-5)
+    assert "`121m`" in (tmp_path / "out/dose.md").read_text()
+
+
 def test_secondary_measures_are_means_over_their_steps():
     data = study({"entropy": 0.1})
     noisy = data.steps["run"].str.startswith("aqn-8") & (data.steps["step"] > 1)
@@ -198,7 +216,7 @@ def test_an_experiment_without_a_dose_is_named_and_not_compared(tmp_path):
     assert set(pd.read_csv(tmp_path / "out/dose/comparisons.csv")["experiment"]) == {"dose-3m"}
 
 
-PUBLISHED = sorted(Path("results/reference/dose").glob("*/"))
+PUBLISHED = sorted(file.parent for file in Path("results/reference/dose").glob("*/runs.parquet"))
 
 
 @pytest.mark.parametrize("draws", [1, *in_nightly(4000)])
