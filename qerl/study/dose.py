@@ -251,6 +251,12 @@ token; the nearest control is chosen by it.
 it. An interval is over the seeds that have run for every arm on every base; `pairs` counts runs beside one of bf16."""
 
 
+_BASES = """\
+## How far rounding to NVFP4 moves untrained bases
+
+Means over the bases of a size."""
+
+
 def comparison_table(primary: Sequence[Outcome], doses: pd.DataFrame) -> pd.DataFrame:
     """One row per experiment and arm, with its dose, its entropy, and its difference on each measure as a fraction."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
@@ -492,9 +498,9 @@ def _page(study: Study, primary: Sequence[Outcome], tables: Mapping[str, pd.Data
         "base": [f"`{base}`" for base in bases["base"]],
         "tokens of a completion": numbers(bases, "tokens", plain),
         "KL of a completion (nats)": numbers(bases, "kl", plain),
-        "KL of a token (nats)": numbers(bases, "token_kl", plain),
-        "entropy of a token (nats)": numbers(bases, "entropy", plain),
-        "its change (nats)": numbers(bases, "entropy_change", signed),
+        "KL of a token": numbers(bases, "token_kl", plain),
+        "entropy of a token": numbers(bases, "entropy", plain),
+        "Δ entropy": numbers(bases, "entropy_change", signed),
     }
     trained = study.runs[study.runs["role"] == MAIN]
     stamps = trained.assign(protocol=trained["protocol"].str[:16]).groupby(
@@ -510,7 +516,7 @@ def _page(study: Study, primary: Sequence[Outcome], tables: Mapping[str, pd.Data
         _largest_effects(decided),
         f"![Difference to bf16 by measured dose]({STUDY_PARTS}/response.png)",
         _METHOD,
-        *(["## How far rounding moves the bases", "NVFP4 before training.", table(moved)] if len(bases) else []),
+        *([_BASES, table(moved)] if len(bases) else []),
         "## All arms",
         *by_experiment,
         "## Secondary measures",
