@@ -186,11 +186,20 @@ _QUESTIONS: dict[RecordFormat, Callable[[list[Step], random.Random], str]] = {
 # that seldom reach the target, so a single completion is mostly wrong, but one of many is right.
 
 
+#: Draws of numbers for one problem. Of six numbers from 90 to 99, six draws in 10,000 reach a target up to 99.
+_ATTEMPTS = 1_000_000
+
+
 def _countdown(settings: CountdownData, rng: random.Random) -> Draw:
-    attempt = None
-    while attempt is None:
+    for _ in range(_ATTEMPTS):
         numbers = [rng.randint(settings.smallest, settings.largest) for _ in range(rng.choice(settings.numbers))]
-        attempt = _attempt(numbers, settings, rng)
+        if attempt := _attempt(numbers, settings, rng):
+            break
+    else:
+        raise DataError(
+            f"{_ATTEMPTS:,} draws of numbers from {settings.smallest} to {settings.largest} reach no target up to "
+            f"largest_target={settings.largest_target}; raise it, or lower smallest"
+        )
     goal = Goal(attempt.value, tuple(numbers), settings.use)
 
     def record(split: Split) -> Record:

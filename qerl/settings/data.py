@@ -58,7 +58,7 @@ class CountdownData(GeneratedSplits):
     @model_validator(mode="after")
     def _range_has_numbers(self) -> CountdownData:
         if self.smallest > self.largest:
-            raise ValueError(f"smallest={self.smallest} is above largest={self.largest}")
+            raise ValueError(f"smallest={self.smallest} is above largest={self.largest}; lower it, or raise largest")
         return self
 
     @model_validator(mode="after")

@@ -212,6 +212,13 @@ def test_given_numbers_are_from_the_smallest_to_the_largest(style):
         CountdownData(source="countdown", smallest=30)
 
 
+def test_numbers_that_reach_no_target_are_an_error(monkeypatch):
+    """The difference of two of these numbers is at most 5, and the third is then too far away."""
+    monkeypatch.setattr("qerl.data.generated._ATTEMPTS", 2000)
+    with pytest.raises(DataError, match="numbers from 30 to 99 reach no target up to largest_target=5; raise it"):
+        generate("countdown", numbers=[3], smallest=30, largest=99, largest_target=5)
+
+
 def test_a_search_for_some_of_the_numbers_is_refused():
     with pytest.raises(ValueError, match="leave out use=some"):
         CountdownData(source="countdown", style="search", use="some")
